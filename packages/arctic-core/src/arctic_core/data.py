@@ -1,0 +1,299 @@
+"""Samples and batches: ragged, typed, validated, without padding.
+
+Suffix legend: ``_T`` token axis of a packed batch, ``_R`` response-token axis of a packed batch, ``_B`` samples.
+
+A :class:`Sample` is one prompt and one response. A :class:`Batch` is samples laid end to end with the offsets of each.
+Per-token fields (log-probs, advantages, masks) live on the response axis: entry ``j`` belongs to response token ``j``,
+whose score comes from the logits one position earlier *inside the same sample*. Padding, alignment and "shifted"
+conventions are unknown here; adapters convert at their border.
+
+This module needs numpy and msgspec only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import force_setattr
+
+from arctic_core.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+__all__ = ["TOKEN_FIELDS", "Batch", "Group", "Sample"]
+
+Group = int | str
+"""A caller's id for the rollouts of one prompt. Never inferred from text or tokens."""
+
+TOKEN_FIELDS = ("loss_mask", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+"""Optional float32 fields with one entry per response token."""
+
+
+class Sample(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_fields=True):
+    """One prompt with one response.
+
+    Raises:
+        DataError: A field has the wrong rank, length or range; the message names the field and both lengths.
+    """
+
+    token_ids: np.ndarray
+    """Prompt followed by response, int32 ``[T]``."""
+    prompt_length: int
+    """Number of leading prompt tokens, at least 1 (the first response token needs a predecessor)."""
+    group: Group = 0
+    """Which group of rollouts this sample belongs to."""
+    loss_mask: np.ndarray | None = None
+    """1 where a response token is trained on, 0 elsewhere, float32 ``[R]``; absent means all ones."""
+    advantages: np.ndarray | None = None
+    """Float32 ``[R]``."""
+    old_logprobs: np.ndarray | None = None
+    """Log-probs (nats) under the policy that the importance ratio is taken against, float32 ``[R]``."""
+    ref_logprobs: np.ndarray | None = None
+    """Log-probs (nats) under the reference model, float32 ``[R]``."""
+    sampler_logprobs: np.ndarray | None = None
+    """Log-probs (nats) reported by the sampler, float32 ``[R]``."""
+    policy_version: int | None = None
+    """Policy version that produced the response."""
+    temperature: float = 1.0
+    """Temperature the response was sampled at; scoring divides logits by it. Above 0."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "token_ids", _vector(self.token_ids, np.int32, "token_ids", "sample"))
+        total = len(self.token_ids)
+        if not 1 <= self.prompt_length <= total:
+            raise DataError(
+                f"prompt_length {self.prompt_length} is outside 1..{total} (the number of token ids)",
+                where="sample.prompt_length",
+                remedy="give every sample at least one prompt token (a BOS token will do)",
+            )
+        _check_temperature(self.temperature, "sample")
+        for name in TOKEN_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                force_setattr(self, name, _field(value, self.response_length, name, "sample"))
+
+    @property
+    def response_length(self) -> int:
+        """Number of response tokens; 0 is valid."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """The response's token ids, int32 ``[R]``."""
+        return self.token_ids[self.prompt_length :]
+
+    def replace(self, **changes: Any) -> Sample:
+        """A validated copy with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
+
+
+class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_fields=True):
+    """Samples laid end to end. Build one with :meth:`from_samples`; an empty batch is valid.
+
+    Raises:
+        DataError: Offsets, lengths or fields do not fit together; the message names the field and the sample.
+    """
+
+    token_ids: np.ndarray
+    """All samples' tokens, int32 ``[T]``."""
+    cu_seqlens: np.ndarray
+    """Offsets of the samples into ``token_ids``, int64 ``[B + 1]``, starting at 0."""
+    prompt_lengths: np.ndarray
+    """Prompt tokens per sample, int64 ``[B]``."""
+    groups: tuple[Group, ...]
+    """Group id per sample."""
+    temperatures: np.ndarray
+    """Sampling temperature per sample, float32 ``[B]``."""
+    policy_versions: np.ndarray | None = None
+    """Policy version per sample, int64 ``[B]``."""
+    loss_mask: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+    sampler_logprobs: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("token_ids", np.int32), ("cu_seqlens", np.int64), ("prompt_lengths", np.int64)):
+            force_setattr(self, name, _vector(getattr(self, name), dtype, name, "batch"))
+        size = len(self.prompt_lengths)
+        offsets = self.cu_seqlens
+        lengths = np.diff(offsets)
+        if len(offsets) != size + 1 or offsets[0] != 0 or offsets[-1] != len(self.token_ids) or (lengths < 0).any():
+            raise DataError(
+                f"{len(offsets)} offsets do not cut {len(self.token_ids)} tokens into {size} samples",
+                where="batch.cu_seqlens",
+            )
+        bad = np.flatnonzero((self.prompt_lengths < 1) | (self.prompt_lengths > lengths))
+        if bad.size:
+            i = int(bad[0])
+            raise DataError(
+                f"sample {i} has prompt_length {self.prompt_lengths[i]} and {lengths[i]} tokens",
+                where="batch.prompt_lengths",
+            )
+        if len(self.groups) != size:
+            raise DataError(f"{len(self.groups)} group ids for {size} samples", where="batch.groups")
+        self._check_per_sample(size)
+        for name in TOKEN_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                force_setattr(self, name, _field(value, self.num_response_tokens, name, "batch"))
+
+    def _check_per_sample(self, size: int) -> None:
+        force_setattr(self, "temperatures", _field(self.temperatures, size, "temperatures", "batch"))
+        for i, temperature in enumerate(self.temperatures.tolist()):
+            _check_temperature(temperature, f"sample {i}")
+        if self.policy_versions is not None:
+            versions = _vector(self.policy_versions, np.int64, "policy_versions", "batch")
+            if len(versions) != size:
+                raise DataError(f"{len(versions)} versions for {size} samples", where="batch.policy_versions")
+            force_setattr(self, "policy_versions", versions)
+
+    @classmethod
+    def from_samples(cls, samples: Iterable[Sample]) -> Batch:
+        """Concatenate samples in the order given.
+
+        Raises:
+            DataError: A field is set on some samples and missing on others; the message names field and sample.
+        """
+        rows = list(samples)
+        fields: dict[str, np.ndarray | None] = {name: _concat_field(rows, name) for name in TOKEN_FIELDS}
+        lengths = [len(row.token_ids) for row in rows]
+        return cls(
+            token_ids=_concat([row.token_ids for row in rows], np.int32),
+            cu_seqlens=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+            prompt_lengths=np.asarray([row.prompt_length for row in rows], np.int64),
+            groups=tuple(row.group for row in rows),
+            temperatures=np.asarray([row.temperature for row in rows], np.float32),
+            policy_versions=_policy_versions(rows),
+            **fields,
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample ``index`` as a view on the batch's arrays."""
+        size = len(self)
+        if not -size <= index < size:
+            raise IndexError(f"sample {index} of a batch of {size}")
+        index %= size
+        start, stop = self.cu_seqlens[index], self.cu_seqlens[index + 1]
+        cu = self.cu_responses
+        fields = {name: None if (v := getattr(self, name)) is None else v[cu[index] : cu[index + 1]] for name in TOKEN_FIELDS}
+        versions = self.policy_versions
+        return Sample(
+            token_ids=self.token_ids[start:stop],
+            prompt_length=int(self.prompt_lengths[index]),
+            group=self.groups[index],
+            temperature=float(self.temperatures[index]),
+            policy_version=None if versions is None else int(versions[index]),
+            **fields,
+        )
+
+    def samples(self) -> list[Sample]:
+        """The batch as a list of samples."""
+        return [self[i] for i in range(len(self))]
+
+    def select(self, indices: Sequence[int]) -> Batch:
+        """The batch made of the given samples, in the given order."""
+        if len(indices) == 0:
+            return self._empty_like()
+        return Batch.from_samples(self[i] for i in indices)
+
+    def _empty_like(self) -> Batch:
+        fields = {name: None if getattr(self, name) is None else np.zeros(0, np.float32) for name in TOKEN_FIELDS}
+        return msgspec.structs.replace(Batch.from_samples([]), **fields)
+
+    def replace(self, **changes: Any) -> Batch:
+        """A validated copy with some fields changed."""
+        return msgspec.structs.replace(self, **changes)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per sample, int64 ``[B]``."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """Response tokens per sample, int64 ``[B]``."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def cu_responses(self) -> np.ndarray:
+        """Offsets of the samples on the response axis, int64 ``[B + 1]``."""
+        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Length of the response axis."""
+        return int(len(self.token_ids) - self.prompt_lengths.sum())
+
+    @property
+    def mask(self) -> np.ndarray:
+        """``loss_mask``, or ones where there is none, float32 ``[R]``."""
+        return np.ones(self.num_response_tokens, np.float32) if self.loss_mask is None else self.loss_mask
+
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Cut a ``[R]`` array into one view per sample."""
+        if len(values) != self.num_response_tokens:
+            raise DataError(f"{len(values)} values for {self.num_response_tokens} response tokens", where="batch.split")
+        return np.split(values, self.cu_responses[1:-1]) if len(self) else []
+
+
+def _vector(value: ArrayLike, dtype: type, name: str, where: str) -> np.ndarray:
+    array = np.asarray(value)
+    if array.ndim != 1:
+        raise DataError(f"expected one dimension, got shape {array.shape}", where=f"{where}.{name}")
+    if array.size and not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise DataError(f"expected {np.dtype(dtype).name}, got {array.dtype}", where=f"{where}.{name}")
+    if array.size and np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise DataError(f"a value does not fit {np.dtype(dtype).name}", where=f"{where}.{name}")
+    return array.astype(dtype, copy=False)
+
+
+def _field(value: ArrayLike, length: int, name: str, where: str) -> np.ndarray:
+    array = np.asarray(value)
+    if array.ndim != 1 or len(array) != length:
+        raise DataError(f"has shape {array.shape}, expected ({length},)", where=f"{where}.{name}")
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"expected numbers, got {array.dtype}", where=f"{where}.{name}")
+    return array.astype(np.float32, copy=False)
+
+
+def _check_temperature(value: float, where: str) -> None:
+    if not (np.isfinite(value) and value > 0):
+        raise DataError(
+            f"temperature {value} is not a positive number",
+            where=f"{where}.temperature",
+            remedy="greedy responses are scored at temperature 1",
+        )
+
+
+def _concat(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def _concat_field(rows: list[Sample], name: str) -> np.ndarray | None:
+    values = [getattr(row, name) for row in rows]
+    missing = [i for i, value in enumerate(values) if value is None]
+    if len(missing) == len(rows):
+        return None
+    if missing:
+        raise DataError(f"sample {missing[0]} has no {name}, other samples have it", where=f"batch.{name}")
+    return _concat(values, np.float32)
+
+
+def _policy_versions(rows: list[Sample]) -> np.ndarray | None:
+    versions = [row.policy_version for row in rows]
+    missing = [i for i, version in enumerate(versions) if version is None]
+    if len(missing) == len(rows):
+        return None
+    if missing:
+        raise DataError(f"sample {missing[0]} has no policy_version, others have one", where="batch.policy_versions")
+    return np.asarray(versions, np.int64)
