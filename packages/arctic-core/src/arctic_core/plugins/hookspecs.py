@@ -5,8 +5,9 @@ A plugin is a module (or object) named by an entry point of the group ``arctic.p
     [project.entry-points."arctic.plugins"]
     my_plugin = "my_package.arctic_plugin"
 
-It marks functions with :data:`hookimpl`. Unknown hooks and wrong arguments fail at load, with the plugin's name.
-Every hook returns a sequence of definitions; names must be unique over all plugins.
+It marks functions with :data:`hookimpl`. Every hook returns a sequence of definitions of the hook's own type; names must be
+unique over all plugins. Unknown hooks, wrong arguments, a hook that lacks the mark and anything else returned fail at
+load, with the plugin's name.
 """
 
 from __future__ import annotations
@@ -27,6 +28,19 @@ PROJECT = "arctic"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+
+#: Hook → ``module:class`` of the definitions it returns; resolved only when a plugin returns one.
+DEFINITIONS = {
+    "arctic_trainers": "arctic_core.backends.base:EngineDefinition",
+    "arctic_logprobs": "arctic_core.backends.base:EngineDefinition",
+    "arctic_samplers": "arctic_core.backends.base:EngineDefinition",
+    "arctic_losses": "arctic_core.losses.base:LossDefinition",
+    "arctic_weight_carriers": "arctic_core.sync.carriers:CarrierDefinition",
+    "arctic_frameworks": "arctic_core.plugins.hookspecs:FrameworkDefinition",
+    "arctic_model_patches": "arctic_core.plugins.hookspecs:ModelPatch",
+    "arctic_tasks": "arctic_core.rl.tasks:TaskDefinition",
+    "arctic_cli": "arctic_core.plugins.hookspecs:CommandDefinition",
+}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import pkgutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from arctic_core.sync.carriers import CarrierDefinition
 
 GROUP = "arctic.plugins"
-HOOKS = tuple(sorted(name for name in vars(hookspecs) if name.startswith("arctic_")))
+HOOKS = tuple(sorted(hookspecs.DEFINITIONS))
 
 
 @dataclass(frozen=True)
@@ -70,20 +71,38 @@ class PluginRegistry:
         self.plugins.append(LoadedPlugin(point.name, dist, names))
 
     def _collect(self, name: str, plugin: object) -> dict[str, list[Any]]:
+        """All definitions of one plugin, validated; nothing is kept unless everything is right."""
         manager = pluggy.PluginManager(hookspecs.PROJECT)
         manager.add_hookspecs(hookspecs)
         manager.register(plugin, name=name)
         manager.check_pending()
-        provided: dict[str, list[Any]] = {}
         for hook in HOOKS:
-            provided[hook] = [item for items in getattr(manager.hook, hook)() for item in items]
-            for item in provided[hook]:
-                if not isinstance(getattr(item, "name", None), str):
-                    raise PluginError(f"{hook} returned {item!r}, which is not a definition with a name", where=name)
-                if item.name in self._definitions[hook]:
-                    other = self._definitions[hook][item.name][1]
-                    raise PluginError(f"{hook}: the name {item.name!r} is taken by plugin {other!r}", where=name)
-        return provided
+            if callable(getattr(plugin, hook, None)) and not getattr(manager.hook, hook).get_hookimpls():
+                raise PluginError(f"{hook} is not marked with @hookimpl and would be ignored", where=name)
+        # Called one by one, not through pluggy, which drops a hook's None without a word.
+        return {
+            hook: [
+                item for impl in getattr(manager.hook, hook).get_hookimpls() for item in self._call(name, hook, impl.function)
+            ]
+            for hook in HOOKS
+        }
+
+    def _call(self, name: str, hook: str, function: Callable[[], object]) -> list[Any]:
+        items = function()
+        if not isinstance(items, Sequence) or isinstance(items, str):
+            raise PluginError(f"{hook} returned {items!r}, not a sequence of definitions", where=name)
+        expected = pkgutil.resolve_name(hookspecs.DEFINITIONS[hook]) if items else object
+        seen: set[str] = set()
+        for item in items:
+            if not isinstance(item, expected):
+                raise PluginError(f"{hook} returned {item!r}, which is not a {expected.__name__}", where=name)
+            if item.name in seen:
+                raise PluginError(f"{hook} returned the name {item.name!r} twice", where=name)
+            if item.name in self._definitions[hook]:
+                other = self._definitions[hook][item.name][1]
+                raise PluginError(f"{hook}: the name {item.name!r} is taken by plugin {other!r}", where=name)
+            seen.add(item.name)
+        return list(items)
 
     def require_healthy(self) -> None:
         """Raise :class:`PluginError` naming every plugin that failed to load, if any did."""
