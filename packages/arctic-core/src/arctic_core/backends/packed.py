@@ -1,0 +1,449 @@
+"""What the packed engines (``torch``, ``deepspeed``) share: scoring, losses, the step, weight export and checkpoints.
+
+A subclass supplies what differs between runtimes, through the hooks marked abstract below: wrapping the module, running a
+backward pass, applying the update, gathering whole parameters on rank 0, and keeping optimizer state on disk.
+
+Suffix legend: ``_R`` response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from arctic_core.backends.base import EngineReport, LogProb, ScoreOutcome, StepOutcome, Trainer
+from arctic_core.data import TOKEN_FIELDS, Batch
+from arctic_core.errors import CheckpointError, DataError, InvalidStateError, NonFiniteError, PluginError
+from arctic_core.losses.base import LossDefinition, LossInputs
+from arctic_core.models.export import host_bytes, write_hf_folder
+from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, load_causal_lm, manifest_of, resolve_model
+from arctic_core.models.scoring import PackedInputs, ScoringModule, pack
+from arctic_core.optim import learning_rate
+from arctic_core.plugins.manager import get_registry
+from arctic_core.protocol import LossSpec, Metric, RestorePart
+from arctic_core.sync.carriers import WeightCarrier
+from arctic_core.sync.plan import BucketRef, WeightPlan
+
+STATE_FILE = "trainer.json"
+_FORMAT = 1
+
+
+class PackedEngine(LogProb):
+    """One rank that scores packed batches; on its own it is a log-prob engine."""
+
+    _frozen: nn.Module | None = None
+    """The model that is only scored with: the log-prob engine's model, or a trainer's reference."""
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    def _start_runtime(self) -> None:
+        """Prepare the process before the model is loaded, e.g. join the process group."""
+
+    @abc.abstractmethod
+    def _build_frozen(self, module: ScoringModule) -> nn.Module:
+        """Make a loaded module ready for scoring without gradients; the result is called like a :class:`ScoringModule`."""
+
+    # --- engine -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._prepare_process()
+        self._frozen = self._build_frozen(self._load_module(self.spec.model_path))
+
+    def stop(self) -> None:
+        self._frozen = None
+        if self.spec.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            implementation=self.implementation,
+            device=self.spec.device,
+            dtype=self.spec.dtype,
+            pid=os.getpid(),
+            memory_bytes=memory_bytes(self.spec.device),
+            capabilities=self.capabilities(self.spec.device),
+        )
+
+    def forward(self, micro_batches: Sequence[Batch], *, entropy: bool, temperature: float | None) -> ScoreOutcome:
+        return self._score(self._frozen, micro_batches, entropy, temperature)
+
+    @property
+    def where(self) -> str:
+        """The rank, as errors name it."""
+        return f"{self.spec.engine}[{self.spec.rank}]"
+
+    # --- shared steps -----------------------------------------------------------------------------------------------
+
+    def _prepare_process(self) -> None:
+        if self.spec.device == "cpu" and self.spec.threads is not None:
+            torch.set_num_threads(self.spec.threads)
+        torch.manual_seed(self.spec.config.seed)
+        self._start_runtime()
+
+    def _load_module(self, name: str, *, gradient_checkpointing: bool = False) -> ScoringModule:
+        model = load_causal_lm(
+            resolve_model(name),
+            dtype=self.spec.dtype,
+            device=self.spec.device,
+            gradient_checkpointing=gradient_checkpointing,
+            registry=get_registry(),
+        )
+        self._vocabulary = model.config.get_text_config().vocab_size
+        return ScoringModule(model)
+
+    def _pack(self, batch: Batch, temperature: float | None) -> PackedInputs:
+        bad = np.flatnonzero((batch.token_ids < 0) | (batch.token_ids >= self._vocabulary))
+        if bad.size:
+            sample = int(np.searchsorted(batch.cu_seqlens, bad[0], side="right")) - 1
+            raise DataError(
+                f"sample {sample} of a micro-batch holds token id {batch.token_ids[bad[0]]}; the model knows 0.."
+                f"{self._vocabulary - 1}",
+                where="batch.token_ids",
+                remedy="tokenize with the tokenizer of the model that is trained",
+            )
+        return pack(batch, self.spec.device, temperature)
+
+    @torch.no_grad()
+    def _score(
+        self, module: nn.Module | None, micro_batches: Sequence[Batch], entropy: bool, temperature: float | None
+    ) -> ScoreOutcome:
+        if module is None:
+            raise InvalidStateError("there is no model to score with", where=self.where)
+        module.eval()
+        logprobs, entropies = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+        for batch in micro_batches:
+            logprobs_R, entropy_R = module(self._pack(batch, temperature), entropy)
+            logprobs.append(logprobs_R.float().cpu().numpy())
+            if entropy:
+                entropies.append(entropy_R.float().cpu().numpy())
+        return ScoreOutcome(np.concatenate(logprobs), np.concatenate(entropies) if entropy else None)
+
+
+class PackedTrainer(PackedEngine, Trainer):
+    """One rank that trains packed batches.
+
+    Attributes:
+        module: The :class:`ScoringModule` as loaded; its parameters are those being trained (sharded where the runtime
+            shards them).
+        policy: What :meth:`_build` made of it; called like a :class:`ScoringModule`.
+        manifest: Checkpoint names and full shapes, taken before anything was sharded.
+    """
+
+    module: ScoringModule
+    policy: nn.Module
+    manifest: CheckpointManifest
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _build(self, module: ScoringModule) -> nn.Module:
+        """Wrap the loaded module for training and create the optimizer."""
+
+    @abc.abstractmethod
+    def _backward(self, scalar: torch.Tensor) -> None:
+        """Add the gradient of ``scalar``; over micro-batches and ranks gradients add up, without any averaging."""
+
+    @abc.abstractmethod
+    def _apply(self, divisor: float, lr: float, max_grad_norm: float) -> float:
+        """Divide the gradient by ``divisor``, clip it (0 does not clip), update with ``lr``, and drop the gradient.
+
+        Returns the global norm of the divided gradient before clipping. Where that is not finite nothing is updated.
+        """
+
+    @abc.abstractmethod
+    def _drop_gradients(self) -> None:
+        """Forget the accumulated gradient."""
+
+    @abc.abstractmethod
+    def _gather(self, parameters: Sequence[str]) -> dict[str, torch.Tensor] | None:
+        """Whole parameters of the language model by name, in the compute type, on rank 0; ``None`` on the other ranks.
+
+        All ranks call it with the same names. The tensors may be views of live weights: they are read before the next call.
+        """
+
+    @abc.abstractmethod
+    def _save_state(self, directory: Path) -> None:
+        """Write weights and optimizer state. All ranks take part."""
+
+    @abc.abstractmethod
+    def _load_state(self, directory: Path, *, weights: bool, optimizer: bool) -> None:
+        """Restore what :meth:`_save_state` wrote. Raises :class:`CheckpointError` before anything changed."""
+
+    def _all_ranks(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on every rank; ranks must agree to raise, or those that go on would wait for ever."""
+        return flag
+
+    # --- engine -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        config = self.spec.config
+        self._step = self._schedule_step = 0
+        self._accumulated = False
+        self._carriers: dict[str, WeightCarrier] = {}
+        self._prepare_process()
+        self.module = self._load_module(self.spec.model_path, gradient_checkpointing=config.training.gradient_checkpointing)
+        self.manifest = manifest_of(self.module.model, self.spec.dtype)
+        self.policy = self._build(self.module)
+        if config.reference and config.log_prob_gpus == 0:
+            self._frozen = self._build_frozen(self._load_module(config.log_prob.model_name or self.spec.model_path))
+
+    def stop(self) -> None:
+        if hasattr(self, "_carriers"):
+            self.release_buckets()
+        for name in ("policy", "module"):
+            if hasattr(self, name):
+                delattr(self, name)
+        super().stop()
+
+    def forward(self, micro_batches: Sequence[Batch], *, entropy: bool, temperature: float | None) -> ScoreOutcome:
+        return self._score(self.policy, micro_batches, entropy, temperature)
+
+    def forward_reference(self, micro_batches: Sequence[Batch], *, entropy: bool, temperature: float | None) -> ScoreOutcome:
+        if self._frozen is None:
+            raise InvalidStateError(
+                "this trainer holds no reference model",
+                where=self.where,
+                remedy="start with reference=True; with log_prob_gpus > 0 the log-prob engine scores it",
+            )
+        return self._score(self._frozen, micro_batches, entropy, temperature)
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], loss: LossSpec, *, temperature: float | None
+    ) -> dict[str, Metric]:
+        definition = get_registry().loss(loss.name)
+        options = definition.config_model.parse(dict(loss.options), where=f"loss {loss.name!r}")
+        required = (*definition.requires, *definition.requires_for(options))
+        for batch in micro_batches:
+            _check_loss_batch(batch, loss.name, required)
+        entropy = definition.needs_entropy(options)
+        metrics: dict[str, Metric] = {}
+
+        def compute(batch: Batch, logprobs_R: torch.Tensor, entropy_R: torch.Tensor | None) -> torch.Tensor:
+            output = definition.compute(_loss_inputs(batch, required, logprobs_R, entropy_R), options)
+            for name, (total, count) in output.metrics.items():
+                metric = Metric(sum=float(total), count=float(count))
+                metrics[name] = metrics[name] + metric if name in metrics else metric
+            return _checked_scalar(output.loss, definition)
+
+        self._accumulate(micro_batches, entropy, temperature, compute)
+        return metrics
+
+    def backward(
+        self,
+        micro_batches: Sequence[Batch],
+        grad_logprobs: Sequence[np.ndarray],
+        grad_entropy: Sequence[np.ndarray] | None,
+        *,
+        temperature: float | None,
+    ) -> None:
+        weights = list(zip(grad_logprobs, grad_entropy or [None] * len(grad_logprobs), strict=True))
+        for i, batch in enumerate(micro_batches):
+            for name, value in zip(("grad_logprobs", "grad_entropy"), weights[i], strict=True):
+                if value is not None and value.shape != (batch.num_response_tokens,):
+                    raise DataError(
+                        f"micro-batch {i} has {batch.num_response_tokens} response tokens, got shape {value.shape}", where=name
+                    )
+        pending = iter(weights)
+
+        def compute(batch: Batch, logprobs_R: torch.Tensor, entropy_R: torch.Tensor | None) -> torch.Tensor:
+            w_R, v_R = next(pending)
+            total = _weighted_sum(w_R, logprobs_R)
+            return total if v_R is None or entropy_R is None else total + _weighted_sum(v_R, entropy_R)
+
+        self._accumulate(micro_batches, grad_entropy is not None, temperature, compute)
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[Batch],
+        entropy: bool,
+        temperature: float | None,
+        compute: Callable[[Batch, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    ) -> None:
+        self.policy.train()
+        for i, batch in enumerate(micro_batches):
+            scalar = compute(batch, *self.policy(self._pack(batch, temperature), entropy))
+            finite = math.isfinite(scalar.item())
+            if not self._all_ranks(finite):
+                self.zero_grad()
+                raise NonFiniteError(
+                    f"the loss of micro-batch {i} is {scalar.item()}"
+                    if not finite
+                    else "the loss of another rank is not finite",
+                    where=self.where,
+                    remedy="the accumulated gradient was dropped; look for NaN or huge values in the batch's fields",
+                )
+            self._backward(scalar)
+            self._accumulated = True
+
+    def step(self, *, divisor: float, lr: float | None, max_grad_norm: float | None) -> StepOutcome:
+        training = self.spec.config.training
+        if not 0 < divisor < math.inf:
+            raise DataError(f"cannot divide the gradient by {divisor}", where="step.divisor")
+        if not self._accumulated:
+            raise InvalidStateError(
+                "no gradient has been accumulated since the last step", where=self.where, remedy="call forward_backward first"
+            )
+        rate = learning_rate(training.schedule, training.optimizer.lr, self._schedule_step) if lr is None else lr
+        norm = self._apply(divisor, rate, training.max_grad_norm if max_grad_norm is None else max_grad_norm)
+        self._accumulated = False
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"the gradient norm is {norm}", where=self.where, remedy="the gradient was dropped and no weight was changed"
+            )
+        self._step += 1
+        self._schedule_step += 1
+        return StepOutcome(grad_norm=norm, lr=rate, step=self._step)
+
+    def zero_grad(self) -> None:
+        self._drop_gradients()
+        self._accumulated = False
+
+    # --- weight export ----------------------------------------------------------------------------------------------
+
+    def weight_plan(self, bucket_bytes: int) -> WeightPlan:
+        return WeightPlan.build(self.manifest.tensors, self.manifest.ties, bucket_bytes)
+
+    def export_bucket(self, plan: WeightPlan, index: int, carrier: str) -> BucketRef | None:
+        source = {meta.name: name for meta, name in zip(self.manifest.tensors, self.manifest.sources, strict=True)}
+        wanted = [plan.tensors[i].name for i in plan.buckets[index]]
+        whole = self._gather(list(dict.fromkeys(source[name] for name in wanted)))
+        if whole is None:
+            return None
+        parts: dict[str, torch.Tensor] = {}
+        for parameter, value in whole.items():
+            parts.update(checkpoint_tensors(self.module.model, parameter, value))
+        config = self.spec.config.weight_sync
+        if carrier not in self._carriers:
+            self._carriers[carrier] = get_registry().carrier(carrier).create(config.directory)
+        payload = [host_bytes(parts[name]) for name in wanted]
+        return self._carriers[carrier].publish(index, payload, checksums=config.checksums)
+
+    def release_buckets(self) -> None:
+        for carrier in self._carriers.values():
+            carrier.release()
+
+    def export_hf(self, directory: str) -> tuple[int, int]:
+        whole = self._gather(list(dict.fromkeys(self.manifest.sources)))
+        if whole is None:
+            return 0, 0
+        return write_hf_folder(self.module.model, whole, resolve_model(self.spec.model_path), Path(directory))
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self, directory: str) -> None:
+        folder = Path(directory)
+        self._save_state(folder)
+        save_file(_rng_state(), folder / f"rng-{self.spec.rank}.safetensors")
+        if self.spec.rank == 0:
+            state = {"format": _FORMAT, "engine": self.implementation, "step": self._step, "schedule": self._schedule_step}
+            state["shapes"] = {meta.name: list(meta.shape) for meta in self.manifest.tensors}
+            (folder / STATE_FILE).write_text(json.dumps(state))
+
+    def load(self, directory: str, restore: Sequence[RestorePart]) -> int:
+        folder = Path(directory)
+        state = self._read_state(folder)
+        if "weights" in restore or "optimizer" in restore:
+            self._load_state(folder, weights="weights" in restore, optimizer="optimizer" in restore)
+        self.zero_grad()
+        if "step" in restore:
+            self._step = int(state["step"])
+        if "scheduler" in restore:
+            self._schedule_step = int(state["schedule"])
+        rng = folder / f"rng-{self.spec.rank}.safetensors"
+        if "rng" in restore and rng.is_file():  # absent where the checkpoint was written by fewer ranks
+            _set_rng_state(load_file(rng))
+        return self._step
+
+    def _read_state(self, folder: Path) -> dict[str, Any]:
+        try:
+            state = json.loads((folder / STATE_FILE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"no readable trainer state: {error}", where=str(folder)) from error
+        if state.get("format") != _FORMAT or state.get("engine") != self.implementation:
+            raise CheckpointError(
+                f"written by engine {state.get('engine')!r} in format {state.get('format')}; this is {self.implementation!r}, "
+                f"format {_FORMAT}",
+                where=str(folder),
+                remedy="load it with the engine that wrote it, or start from its Hugging Face export",
+            )
+        mine = {meta.name: list(meta.shape) for meta in self.manifest.tensors}
+        different = sorted(name for name in mine.keys() | state["shapes"].keys() if mine.get(name) != state["shapes"].get(name))
+        if different:
+            raise CheckpointError(f"it is of another model: {', '.join(different[:5])} differ", where=str(folder))
+        return state
+
+
+def memory_bytes(device: str) -> int:
+    """Memory held by this process: device memory on GPU, resident memory on CPU."""
+    return torch.cuda.memory_reserved() if device == "cuda" else psutil.Process().memory_info().rss
+
+
+def _check_loss_batch(batch: Batch, loss: str, required: Sequence[str]) -> None:
+    for name in required:
+        if name not in TOKEN_FIELDS:
+            raise PluginError(f"requires a field {name!r} that samples do not have", where=f"loss {loss!r}")
+        if len(batch) and getattr(batch, name) is None:
+            raise DataError(f"the loss {loss!r} needs {name}", where=f"batch.{name}", remedy="set it on every sample")
+    mask = batch.mask
+    if not ((mask == 0) | (mask == 1)).all():
+        raise DataError("a loss mask holds 0 and 1 only", where="batch.loss_mask", remedy="put weights into the advantages")
+
+
+def _loss_inputs(batch: Batch, required: Sequence[str], logprobs_R: torch.Tensor, entropy_R: torch.Tensor | None) -> LossInputs:
+    device = logprobs_R.device
+    fields: dict[str, torch.Tensor] = {}
+    for name in TOKEN_FIELDS:
+        value = getattr(batch, name)
+        if value is None and name in required:  # an empty batch: nothing to say, but a tensor to say it with
+            value = np.zeros(0, np.float32)
+        if value is not None and name != "loss_mask":
+            fields[f"{name}_R"] = torch.from_numpy(value.copy()).to(device)
+    return LossInputs(
+        logprobs_R=logprobs_R,
+        entropy_R=entropy_R,
+        mask_R=torch.from_numpy(batch.mask == 1).to(device),
+        cu_seqlens_B=torch.from_numpy(batch.cu_responses).to(device),
+        **fields,
+    )
+
+
+def _checked_scalar(loss: torch.Tensor, definition: LossDefinition) -> torch.Tensor:
+    if loss.ndim != 0 or not loss.requires_grad:
+        raise PluginError(
+            f"returned shape {tuple(loss.shape)} (requires_grad={loss.requires_grad})",
+            where=f"loss {definition.name!r}",
+            remedy="a loss is a scalar computed from logprobs_R or entropy_R, even where nothing is trained",
+        )
+    return loss
+
+
+def _weighted_sum(weights_R: np.ndarray, values_R: torch.Tensor) -> torch.Tensor:
+    """``Σ w·x`` in which a zero weight silences a value of −inf."""
+    w_R = torch.from_numpy(np.array(weights_R, np.float32)).to(values_R.device)
+    return (w_R * values_R.masked_fill(w_R == 0, 0.0)).sum()
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
