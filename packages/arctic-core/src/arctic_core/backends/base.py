@@ -167,7 +167,7 @@ class Trainer(LogProb):
 
     @abc.abstractmethod
     def export_bucket(self, plan: WeightPlan, index: int, carrier: str) -> BucketRef | None:
-        """Publish bucket ``index`` through a carrier. All ranks take part; rank 0 returns the reference, the others ``None``."""
+        """Publish bucket ``index`` through a carrier. All ranks take part; only rank 0 returns a reference."""
 
     @abc.abstractmethod
     def release_buckets(self) -> None:

@@ -1,0 +1,281 @@
+"""Engine groups: N ranks that act as one engine.
+
+A group shards a batch over its ranks, decides the number of micro-batches once for all of them, runs the ranks together
+and merges their results in the caller's order. It also owns the one division of a training step: the trainer group counts
+what the accumulated gradient must be divided by, over all batches and ranks, and hands the number to every rank.
+
+Suffix legend: ``_R`` response-token axis of a packed batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from arctic_core.backends.base import EngineReport, SampleJob, ScoreOutcome, StepOutcome
+from arctic_core.backends.rank import Rank
+from arctic_core.batching import BatchPlan, plan_batch
+from arctic_core.data import Batch
+from arctic_core.errors import EngineDiedError, InvalidStateError, NonFiniteError
+from arctic_core.protocol import Completion, LossSpec, Metric, RestorePart, Scores
+from arctic_core.sync.plan import BucketRef, WeightPlan
+
+#: Seconds the other ranks get to fail too, once one has failed, before they count as stuck in a collective.
+STRAGGLER_GRACE_S = 10.0
+#: Seconds within which a rank must report, however busy it is.
+REPORT_DEADLINE_S = 10.0
+
+
+class EngineGroup:
+    """All ranks of one engine.
+
+    Args:
+        ranks: Handles in rank order; their engines have been started.
+        deadline_s: Longest wait for one call.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], *, deadline_s: float) -> None:
+        self.ranks = list(ranks)
+        self.deadline_s = deadline_s
+
+    async def everywhere(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method with the same arguments on all ranks; results in rank order."""
+        return await self.each(method, [args] * len(self.ranks), **kwargs)
+
+    async def each(self, method: str, args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        """Call a method on all ranks, with arguments of its own for each.
+
+        The first failure is raised once the other ranks have answered. Ranks that do not answer within a grace time hang
+        in a collective that will never complete: the error is then :class:`EngineDiedError`, and the group is lost.
+        """
+        tasks = [
+            asyncio.ensure_future(rank.call(method, *rank_args, deadline_s=self.deadline_s, **kwargs))
+            for rank, rank_args in zip(self.ranks, args, strict=True)
+        ]
+        try:
+            done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in tasks if task in done and task.exception()]
+            if failed and pending:
+                _, pending = await asyncio.wait(pending, timeout=STRAGGLER_GRACE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+        if not failed:
+            return [task.result() for task in tasks]
+        error = failed[0].exception()
+        assert error is not None
+        if pending and not isinstance(error, EngineDiedError):
+            raise EngineDiedError(
+                f"{method} failed on one rank while {len(pending)} others wait for it: {error}",
+                where=getattr(error, "where", ""),
+            ) from error
+        raise error
+
+    async def reports(self) -> list[EngineReport]:
+        """Every rank's report."""
+        return await asyncio.gather(*(rank.report(REPORT_DEADLINE_S) for rank in self.ranks))
+
+    async def stop(self, deadline_s: float) -> None:
+        """Stop all ranks, whatever their state."""
+        await asyncio.gather(*(rank.stop(deadline_s) for rank in self.ranks), return_exceptions=True)
+
+
+class LogProbGroup(EngineGroup):
+    """Scores batches over all ranks."""
+
+    def __init__(self, ranks: Sequence[Rank], *, deadline_s: float, micro_batch_tokens: int) -> None:
+        super().__init__(ranks, deadline_s=deadline_s)
+        self.micro_batch_tokens = micro_batch_tokens
+
+    def shard(self, batch: Batch) -> tuple[BatchPlan, list[list[Batch]]]:
+        """The plan of a batch and each rank's micro-batches, equally many everywhere."""
+        plan = plan_batch(batch, ranks=len(self.ranks), max_tokens=self.micro_batch_tokens)
+        return plan, [[batch.select(indices) for indices in rank] for rank in plan.ranks]
+
+    async def forward(self, batch: Batch, *, entropy: bool, temperature: float | None, method: str = "forward") -> Scores:
+        """Log-probs (and entropies) of the batch's response tokens, in its order."""
+        plan, shards = self.shard(batch)
+        outcomes: list[ScoreOutcome] = await self.each(
+            method, [(shard,) for shard in shards], entropy=entropy, temperature=temperature
+        )
+        logprobs_R = plan.merge(batch, [outcome.logprobs_R for outcome in outcomes])
+        entropies = [outcome.entropy_R for outcome in outcomes]
+        entropy_R = plan.merge(batch, [e for e in entropies if e is not None]) if entropy else None
+        return Scores(logprobs=logprobs_R, entropy=entropy_R)
+
+
+class TrainerGroup(LogProbGroup):
+    """Trains over all ranks."""
+
+    def __init__(self, ranks: Sequence[Rank], *, deadline_s: float, micro_batch_tokens: int) -> None:
+        super().__init__(ranks, deadline_s=deadline_s, micro_batch_tokens=micro_batch_tokens)
+        self._divisor = Divisor()
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether a gradient waits for :meth:`step`."""
+        return self._divisor.kind is not None
+
+    async def forward_backward(self, batch: Batch, loss: LossSpec, *, temperature: float | None) -> dict[str, Metric]:
+        """Accumulate a named loss's gradient; returns metrics summed over ranks.
+
+        Raises:
+            NonFiniteError: The loss is NaN or infinite. The accumulated gradient is dropped.
+        """
+        counted = self._divisor.with_loss(batch, loss)
+        _, shards = self.shard(batch)
+        try:
+            per_rank: list[dict[str, Metric]] = await self.each(
+                "forward_backward", [(shard, loss) for shard in shards], temperature=temperature
+            )
+        except NonFiniteError:  # every rank has dropped its gradient
+            self._divisor = Divisor()
+            raise
+        self._divisor = counted
+        return add_metrics(per_rank)
+
+    async def backward(
+        self, batch: Batch, grad_logprobs: np.ndarray, grad_entropy: np.ndarray | None, *, temperature: float | None
+    ) -> None:
+        """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy``."""
+        counted = self._divisor.with_sum()
+        plan, shards = self.shard(batch)
+        args = []
+        weights = batch.split(grad_logprobs)
+        entropy_weights = None if grad_entropy is None else batch.split(grad_entropy)
+        for rank, shard in zip(plan.ranks, shards, strict=True):
+            w = [_gather(weights, indices) for indices in rank]
+            v = None if entropy_weights is None else [_gather(entropy_weights, indices) for indices in rank]
+            args.append((shard, w, v))
+        await self.each("backward", args, temperature=temperature)
+        self._divisor = counted
+
+    async def step(self, *, lr: float | None, max_grad_norm: float | None) -> StepOutcome:
+        """Divide once, clip, update, zero."""
+        divisor = self._divisor.value()
+        self._divisor = Divisor()
+        outcomes = await self.everywhere("step", divisor=divisor, lr=lr, max_grad_norm=max_grad_norm)
+        return outcomes[0]
+
+    async def zero_grad(self) -> None:
+        """Drop the accumulated gradient and its count."""
+        self._divisor = Divisor()
+        await self.everywhere("zero_grad")
+
+    async def weight_plan(self, bucket_bytes: int) -> WeightPlan:
+        """The plan of a sync, the same on all ranks."""
+        return (await self.everywhere("weight_plan", bucket_bytes))[0]
+
+    async def export_bucket(self, plan: WeightPlan, index: int, carrier: str) -> BucketRef:
+        """Publish one bucket; every rank takes part."""
+        return (await self.everywhere("export_bucket", plan, index, carrier))[0]
+
+    async def load(self, directory: str, restore: Sequence[RestorePart]) -> int:
+        """Restore a checkpoint, dropping any accumulated gradient; returns the step number."""
+        self._divisor = Divisor()
+        return (await self.everywhere("load", directory, restore))[0]
+
+
+class SamplerGroup(EngineGroup):
+    """Spreads prompts over replicas. The rollouts of one group go to one replica, which then shares their prefix."""
+
+    async def generate(self, jobs: Sequence[SampleJob], groups: Sequence[int]) -> AsyncIterator[tuple[int, Completion]]:
+        """Yield ``(job index, completion)`` as completions finish.
+
+        Args:
+            jobs: What to draw.
+            groups: Per job the number of its group; equal numbers share a replica.
+        """
+        by_replica: list[list[int]] = [[] for _ in self.ranks]
+        for index, group in enumerate(groups):
+            by_replica[group % len(self.ranks)].append(index)
+        queue: asyncio.Queue[tuple[int, Completion] | BaseException | None] = asyncio.Queue()
+        pumps = [
+            asyncio.ensure_future(_pump(rank, indices, [jobs[i] for i in indices], queue))
+            for rank, indices in zip(self.ranks, by_replica, strict=True)
+            if indices
+        ]
+        running = len(pumps)
+        try:
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(rank: Rank, indices: list[int], jobs: list[SampleJob], queue: asyncio.Queue[Any]) -> None:
+    stream = rank.stream("generate", jobs)
+    try:
+        async for local, completion in stream:
+            queue.put_nowait((indices[local], completion))
+        queue.put_nowait(None)
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # handed to the consumer, which raises it
+        queue.put_nowait(error)
+    finally:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+class Divisor:
+    """What the gradient accumulated since the last step must be divided by. Immutable; ``with_*`` return successors."""
+
+    def __init__(self, kind: str | None = None, count: float = 0.0) -> None:
+        self.kind = kind
+        self.count = count
+
+    def with_loss(self, batch: Batch, loss: LossSpec) -> Divisor:
+        """Count a batch under a loss's normalization."""
+        if loss.normalization == "constant":
+            assert loss.constant is not None
+            return self._next(f"constant={loss.constant:g}", loss.constant - self.count)
+        trained = [int(np.count_nonzero(mask)) for mask in batch.split(batch.mask)]
+        count = sum(trained) if loss.normalization == "token" else sum(n > 0 for n in trained)
+        return self._next(loss.normalization, count)
+
+    def with_sum(self) -> Divisor:
+        """Note a plain sum, which is divided by nothing."""
+        return self._next("sum", 1.0 - self.count)
+
+    def _next(self, kind: str, more: float) -> Divisor:
+        if self.kind not in (None, kind):
+            raise InvalidStateError(
+                f"the gradient accumulated so far is normalised by {self.kind}, this call by {kind}",
+                where="trainer",
+                remedy="call step() or zero_grad() between them, or use one normalization",
+            )
+        return Divisor(kind, self.count + more)
+
+    def value(self) -> float:
+        """The divisor; 1 where nothing was trained, since the gradient is exactly 0 then."""
+        if self.kind is None:
+            raise InvalidStateError(
+                "there is no accumulated gradient to apply",
+                where="trainer",
+                remedy="call forward_backward() or backward() first",
+            )
+        return self.count or 1.0
+
+
+def add_metrics(parts: Sequence[dict[str, Metric]]) -> dict[str, Metric]:
+    """Sum metrics by name."""
+    total: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            total[name] = total[name] + metric if name in total else metric
+    return total
+
+
+def _gather(rows: list[np.ndarray], indices: Sequence[int]) -> np.ndarray:
+    return np.concatenate([rows[i] for i in indices]) if indices else np.zeros(0, np.float32)

@@ -1,0 +1,164 @@
+"""The engines of one job as the service holds them: groups, states, locks; started together or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from arctic_core.backends.base import EngineDefinition
+from arctic_core.backends.group import EngineGroup, LogProbGroup, SamplerGroup, TrainerGroup
+from arctic_core.backends.rank import Rank
+from arctic_core.config.client import ArcticRLClientConfig
+from arctic_core.errors import ArcticError, DeadlineExceeded, UnsupportedOperation
+from arctic_core.plugins.manager import PluginRegistry
+from arctic_core.protocol import EngineInfo, EngineName
+from arctic_core.service.launch import Launcher, count_ranks
+from arctic_core.service.state import EngineState
+
+#: Operations that each engine makes possible, whatever its implementation.
+OPERATIONS: dict[EngineName, tuple[str, ...]] = {
+    "trainer": (
+        "forward",
+        "forward_backward",
+        "backward",
+        "step",
+        "zero_grad",
+        "save_checkpoint",
+        "load_checkpoint",
+        "export_hf",
+    ),
+    "sampler": ("generate", "reset_prefix_cache", "pause", "resume", "abort"),
+    "log_prob": ("forward",),
+}
+
+
+@dataclass
+class RunningEngine:
+    """One engine of the job."""
+
+    group: EngineGroup
+    state: EngineState
+    definition: EngineDefinition
+    capabilities: tuple[str, ...]
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by operations that must not overlap."""
+
+
+class Engines:
+    """All engines of one job."""
+
+    def __init__(self, config: ArcticRLClientConfig, registry: PluginRegistry, launcher: Launcher) -> None:
+        self.config = config
+        self._registry = registry
+        self._launcher = launcher
+        self._running: dict[EngineName, RunningEngine] = {}
+
+    async def start(self, model_path: str, reference_path: str) -> None:
+        """Launch and start all engines at once; a failure, or the deadline, stops those already up and is raised."""
+        names: list[EngineName] = [n for n in ("trainer", "sampler", "log_prob") if count_ranks(self.config, n)]
+        groups: dict[EngineName, tuple[EngineDefinition, list[Rank]]] = {}
+        try:
+            async with asyncio.timeout(self.config.deadlines.start):
+                for name in names:
+                    definition = self._definition(name)
+                    path = reference_path if name == "log_prob" else model_path
+                    groups[name] = definition, await self._launcher.launch(name, definition, path)
+                await _start_all([rank for _, ranks in groups.values() for rank in ranks], self.config.deadlines.start)
+                for name, (definition, ranks) in groups.items():
+                    await self._admit(name, definition, ranks)
+        except BaseException as error:
+            stops = [rank.stop(self.config.deadlines.stop) for _, ranks in groups.values() for rank in ranks]
+            await asyncio.gather(*stops, return_exceptions=True)
+            self._running.clear()
+            if isinstance(error, TimeoutError) and not isinstance(error, ArcticError):
+                raise DeadlineExceeded(
+                    f"the engines were not up within {self.config.deadlines.start:g} s",
+                    where=", ".join(names),
+                    remedy="raise deadlines.start for a large model or a slow disk",
+                ) from None
+            raise
+
+    def _definition(self, name: EngineName) -> EngineDefinition:
+        local = self.config.comm_protocol == "local"
+        trainer = self.config.training.engine
+        trainer = ("torch" if local else "deepspeed") if trainer == "auto" else trainer
+        if name == "trainer":
+            return self._registry.trainer(trainer)
+        if name == "sampler":
+            chosen = self.config.sampling.engine
+            return self._registry.sampler(("transformers" if local else "vllm") if chosen == "auto" else chosen)
+        chosen = self.config.log_prob.engine
+        return self._registry.log_prob(trainer if chosen == "auto" else chosen)
+
+    async def _admit(self, name: EngineName, definition: EngineDefinition, ranks: Sequence[Rank]) -> None:
+        deadline = self.config.deadlines.request
+        group: EngineGroup
+        if name == "trainer":
+            tokens = self.config.training.micro_batch_tokens
+            group = TrainerGroup(ranks, deadline_s=deadline, micro_batch_tokens=tokens)
+        elif name == "sampler":
+            group = SamplerGroup(ranks, deadline_s=deadline)
+        else:
+            tokens = self.config.log_prob.micro_batch_tokens
+            group = LogProbGroup(ranks, deadline_s=deadline, micro_batch_tokens=tokens)
+        capabilities = (await group.reports())[0].capabilities
+        self._running[name] = RunningEngine(group, EngineState(name), definition, capabilities)
+
+    def get(self, name: EngineName, op: str) -> RunningEngine:
+        """An engine of the job; raises :class:`UnsupportedOperation` where the job has none."""
+        if name not in self._running:
+            setting = {"trainer": "training_gpus", "sampler": "sampling_gpus", "log_prob": "log_prob_gpus"}[name]
+            raise UnsupportedOperation(f"{op} needs a {name}, this job has none", where=name, remedy=f"set {setting}")
+        return self._running[name]
+
+    def has(self, name: EngineName) -> bool:
+        """Whether the job has this engine."""
+        return name in self._running
+
+    def capabilities(self) -> tuple[str, ...]:
+        """Operations the job's engines can carry out."""
+        ops = {"info", "shutdown"}
+        for name, engine in self._running.items():
+            ops.update(OPERATIONS[name])
+            ops.update(engine.capabilities)
+        if self.has("trainer") and self.has("sampler"):
+            ops.add("sync_weights")
+        return tuple(sorted(ops))
+
+    async def infos(self) -> tuple[EngineInfo, ...]:
+        """Facts about each engine; a dead one is reported without asking it."""
+        return tuple(await asyncio.gather(*(self._info(name, engine) for name, engine in self._running.items())))
+
+    async def _info(self, name: EngineName, engine: RunningEngine) -> EngineInfo:
+        reports = [] if engine.state.dead else await engine.group.reports()
+        return EngineInfo(
+            name=name,
+            implementation=engine.definition.name,
+            ranks=len(engine.group.ranks),
+            device=reports[0].device if reports else self._launcher.device(),
+            dtype=reports[0].dtype if reports else "",
+            state=str(engine.state),
+            policy_version=engine.state.policy_version,
+            memory_bytes=sum(report.memory_bytes for report in reports),
+            capabilities=tuple(sorted({*OPERATIONS[name], *engine.capabilities})),
+        )
+
+    async def stop(self) -> None:
+        """Stop all engines within ``deadlines.stop``; what does not stop is killed."""
+        await asyncio.gather(*(e.group.stop(self.config.deadlines.stop) for e in self._running.values()))
+        self._running.clear()
+
+
+async def _start_all(ranks: Sequence[Rank], deadline_s: float) -> None:
+    """Start ranks together. Ranks of one group meet in collectives, so one failure ends the wait for all."""
+    tasks = [asyncio.ensure_future(rank.call("start", deadline_s=deadline_s)) for rank in ranks]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
