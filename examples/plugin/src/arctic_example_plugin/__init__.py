@@ -1,0 +1,1 @@
+"""A plugin for Arctic: one loss and one task."""
