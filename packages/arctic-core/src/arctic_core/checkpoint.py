@@ -347,6 +347,4 @@ def _disk_errors(where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"cannot be written: {error}", where=str(where), remedy="look at free space and rights"
-        ) from error
+        raise CheckpointError(f"cannot be written: {error}", where=str(where), remedy="check free space and rights") from error
