@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from arctic_core.backends.base import EngineReport, LogProb, ScoreOutcome, StepOutcome, Trainer
+from arctic_core.backends.memory import resident_bytes
 from arctic_core.data import TOKEN_FIELDS, Batch
 from arctic_core.errors import CheckpointError, DataError, InvalidStateError, NonFiniteError, PluginError
 from arctic_core.losses.base import LossDefinition, LossInputs
@@ -388,7 +388,7 @@ class PackedTrainer(PackedEngine, Trainer):
 
 def memory_bytes(device: str) -> int:
     """Memory held by this process: device memory on GPU, resident memory on CPU."""
-    return torch.cuda.memory_reserved() if device == "cuda" else psutil.Process().memory_info().rss
+    return torch.cuda.memory_reserved() if device == "cuda" else resident_bytes([os.getpid()])
 
 
 def _check_loss_batch(batch: Batch, loss: str, required: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ _TOKENIZER_FILES = (
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in row-major order on the host, flat; without a copy where it lies so already."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def write_hf_folder(

@@ -72,17 +72,13 @@ def _attend(
     q_HLD: torch.Tensor, k_KLD: torch.Tensor, v_KLD: torch.Tensor, *, scale: float | None, window: int | None
 ) -> torch.Tensor:
     length = q_HLD.shape[2]
-    groups = q_HLD.shape[1] // k_KLD.shape[1]
-    if q_HLD.device.type == "cpu" and groups > 1:
-        # The grouped form leaves torch's fused CPU kernel for a slow one; repeating heads does not.
-        k_KLD, v_KLD = (tensor.repeat_interleave(groups, dim=1) for tensor in (k_KLD, v_KLD))
-        groups = 1
+    grouped = q_HLD.shape[1] != k_KLD.shape[1]
     if window is None or length <= window:
-        return F.scaled_dot_product_attention(q_HLD, k_KLD, v_KLD, is_causal=True, scale=scale, enable_gqa=groups > 1)
+        return F.scaled_dot_product_attention(q_HLD, k_KLD, v_KLD, is_causal=True, scale=scale, enable_gqa=grouped)
     positions = torch.arange(length, device=q_HLD.device)
     distance = positions[:, None] - positions[None, :]
     mask_LL = (distance >= 0) & (distance < window)
-    return F.scaled_dot_product_attention(q_HLD, k_KLD, v_KLD, attn_mask=mask_LL, scale=scale, enable_gqa=groups > 1)
+    return F.scaled_dot_product_attention(q_HLD, k_KLD, v_KLD, attn_mask=mask_LL, scale=scale, enable_gqa=grouped)
 
 
 def _refuse_unsupported(

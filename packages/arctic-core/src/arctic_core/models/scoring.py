@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from arctic_core.data import Batch
+from arctic_core.errors import DataError
 
 LM_ATTRIBUTE = "model"
 """Attribute of :class:`ScoringModule` that holds the language model."""
@@ -44,15 +46,18 @@ class PackedInputs:
 def pack(batch: Batch, device: torch.device | str, temperature: float | None = None) -> PackedInputs:
     """Lay a batch out for :class:`ScoringModule`; ``temperature`` overrides the samples' own.
 
+    Raises:
+        DataError: ``temperature`` is not a positive number.
+
     An empty batch becomes one dummy token without response tokens, so that a rank without work takes part in collectives.
     """
+    if temperature is not None and not 0 < temperature < np.inf:
+        raise DataError(f"temperature {temperature} is not a positive number", where="temperature")
     lengths = batch.lengths
     offsets = batch.cu_seqlens
     token_ids = batch.token_ids.astype(np.int64)
-    # Response token j of a sample sits at offset + prompt_length + j and is predicted one position earlier.
-    is_response = np.arange(len(token_ids)) - np.repeat(offsets[:-1], lengths) >= np.repeat(batch.prompt_lengths, lengths)
-    targets = np.flatnonzero(is_response)
     positions = np.arange(len(token_ids)) - np.repeat(offsets[:-1], lengths)
+    targets = np.flatnonzero(positions >= np.repeat(batch.prompt_lengths, lengths))
     temperatures = np.repeat(batch.temperatures, batch.response_lengths).astype(np.float32)
     if temperature is not None:
         temperatures = np.full_like(temperatures, temperature)
@@ -75,9 +80,9 @@ class ScoringModule(nn.Module):
         model: A transformers model loaded by :func:`arctic_core.models.factory.load_causal_lm`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model: PreTrainedModel = model
 
     def forward(self, inputs: PackedInputs, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Score a packed row.
@@ -152,7 +157,7 @@ class _LogprobEntropy(torch.autograd.Function):
                 p_RV, safe_RV = _plogp(logp_RV)
                 entropy_R[part] = -(p_RV * safe_RV).sum(-1)
         ctx.save_for_backward(logits_RV, labels_R, temperatures_R, entropy_R)
-        ctx.entropy = entropy
+        ctx.set_materialize_grads(False)  # so that an entropy nobody differentiates costs nothing in the backward pass
         return logprobs_R, entropy_R
 
     @staticmethod
@@ -162,10 +167,12 @@ class _LogprobEntropy(torch.autograd.Function):
         grad_RV = torch.empty_like(logits_RV)
         for part in _chunks(logits_RV):
             p_RV, safe_RV = _plogp(_log_softmax(logits_RV[part], temperatures_R[part]))
-            g_R1 = grad_logprobs_R[part, None]
-            out_RV = -p_RV * g_R1
-            out_RV.scatter_add_(1, labels_R[part, None], g_R1.to(out_RV.dtype))
-            if ctx.entropy:
+            out_RV = torch.zeros_like(p_RV)
+            if grad_entropy_R is not None:
                 out_RV -= grad_entropy_R[part, None] * p_RV * (safe_RV + entropy_R[part, None])
+            if grad_logprobs_R is not None:
+                g_R1 = grad_logprobs_R[part, None]
+                out_RV -= g_R1 * p_RV
+                out_RV.scatter_add_(1, labels_R[part, None], g_R1)
             grad_RV[part] = out_RV / temperatures_R[part, None]
         return grad_RV, None, None, None

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from arctic_core.backends.base import EngineDefinition
+from arctic_core.config.losses import GRPOLossConfig, SFTLossConfig
 from arctic_core.errors import MissingExtraError
+from arctic_core.losses.base import LossDefinition, LossInputs, LossOutput
 from arctic_core.plugins.hookspecs import hookimpl
+from arctic_core.rl.reasoning_gym_task import ReasoningGymOptions, create_reasoning_gym
+from arctic_core.rl.tasks import AdditionOptions, TaskDefinition, create_addition
+from arctic_core.sync.carriers import CarrierDefinition, WeightCarrier
 
 
 def lazy(module: str, name: str, extra: str) -> Callable[[], Any]:
@@ -52,4 +57,60 @@ def arctic_samplers() -> list[EngineDefinition]:
     return [
         EngineDefinition("transformers", lazy(f"{base}.transformers_sampler.sampler", "TransformersSampler", "train"), "train"),
         EngineDefinition("vllm", lazy(f"{base}.vllm_sampler.sampler", "VllmSampler", "sample"), "sample"),
+    ]
+
+
+@hookimpl
+def arctic_losses() -> list[LossDefinition]:
+    return [
+        LossDefinition(
+            "grpo",
+            GRPOLossConfig,
+            _loss("grpo", "grpo_loss"),
+            requires=("advantages",),
+            requires_for=lambda options: (
+                *(() if options.on_policy else ("old_logprobs",)),
+                *(("ref_logprobs",) if options.kl_coef else ()),
+            ),
+            needs_entropy=lambda options: options.entropy_coef != 0,
+        ),
+        LossDefinition("sft", SFTLossConfig, _loss("sft", "sft_loss")),
+    ]
+
+
+def _loss(module: str, name: str) -> Callable[[LossInputs, Any], LossOutput]:
+    """A loss whose module, and with it torch, is imported when it is first computed."""
+    load = lazy(f"arctic_core.losses.{module}", name, "train")
+
+    def compute(inputs: LossInputs, options: Any) -> LossOutput:
+        return load()(inputs, options)
+
+    return compute
+
+
+@hookimpl
+def arctic_weight_carriers() -> list[CarrierDefinition]:
+    return [
+        CarrierDefinition("file", _file_carrier),
+        CarrierDefinition("shared_memory", _shared_memory_carrier),
+    ]
+
+
+def _file_carrier(directory: str | None) -> WeightCarrier:
+    from arctic_core.sync.file import FileCarrier
+
+    return FileCarrier(directory)
+
+
+def _shared_memory_carrier(directory: str | None) -> WeightCarrier:
+    from arctic_core.sync.shared_memory import SharedMemoryCarrier
+
+    return SharedMemoryCarrier()
+
+
+@hookimpl
+def arctic_tasks() -> list[TaskDefinition]:
+    return [
+        TaskDefinition("addition", create_addition, "sums of two small numbers; needs no package", AdditionOptions),
+        TaskDefinition("reasoning_gym", create_reasoning_gym, "any dataset of reasoning-gym", ReasoningGymOptions),
     ]

@@ -1,0 +1,13 @@
+"""Cross-entropy of the trained tokens, for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from arctic_core.config.losses import SFTLossConfig
+from arctic_core.losses.base import LossInputs, LossOutput
+from arctic_core.losses.common import masked, token_metrics
+
+
+def sft_loss(inputs: LossInputs, config: SFTLossConfig) -> LossOutput:
+    """``−Σ log π`` over trained tokens (nats). Metric: ``loss`` per trained token."""
+    loss = -masked(inputs.logprobs_R, inputs.mask_R).sum()
+    return LossOutput(loss, token_metrics({"loss": loss}, inputs.mask_R))
