@@ -1,8 +1,9 @@
 """The generated parts of the documentation.
 
-As an mkdocs hook it replaces ``<!-- config: module:Class -->`` in a page by tables of that configuration model's keys. Run by
-itself (``python docs/generate.py``) it writes the version table into ``compatibility.md``; that one is kept in the
-repository, where it can be read without building the site, and a test fails when it is stale.
+As an mkdocs hook it replaces ``<!-- config: module:Class -->`` in a page by tables of that configuration model's keys
+(``without key`` leaves the tables below that key out). Run by itself (``python docs/generate.py``) it writes the version
+table into ``compatibility.md``; that one is kept in the repository, where it can be read without building the site, and a
+test fails when it is stale.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-MARKER = re.compile(r"<!-- config: (?P<model>[\w.:]+) -->")
+MARKER = re.compile(r"<!-- config: (?P<model>[\w.:]+)(?: without (?P<without>\w+))? -->")
 TABLE = re.compile(r"(?<=<!-- versions -->\n\n).*?(?=\n<!-- /versions -->)", re.DOTALL)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the configuration tables (called by mkdocs for every page)."""
-    return MARKER.sub(lambda match: config_tables(pkgutil.resolve_name(match["model"])), markdown)
+    return MARKER.sub(lambda match: config_tables(pkgutil.resolve_name(match["model"]), match["without"]), markdown)
 
 
-def config_tables(model: type[BaseModel]) -> str:
+def config_tables(model: type[BaseModel], without: str | None = None) -> str:
     """A table of a model's keys, followed by one for each model inside it, named by their dotted path."""
     sections = []
     for path, nested in walk(model, ""):
+        if without and path.split(".")[0] == without:
+            continue
         title = f"### `{path}`\n\n" if path else ""
         summary = (nested.__doc__ or "").split("\n\n")[0].strip().replace("``", "`")
         rows = [row(name, field) for name, field in nested.model_fields.items()]

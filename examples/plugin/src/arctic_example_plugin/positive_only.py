@@ -21,6 +21,7 @@ class PositiveOnlyConfig(ConfigModel):
     """Weigh each token by its advantage instead of by 1."""
 
 
+# --8<-- [start:loss]
 def positive_only(inputs: LossInputs, config: PositiveOnlyConfig) -> LossOutput:
     """``−Σ w·logprob`` over trained tokens with a positive advantage; ``w`` is 1, or the advantage.
 
@@ -32,6 +33,9 @@ def positive_only(inputs: LossInputs, config: PositiveOnlyConfig) -> LossOutput:
     weights_R = advantages_R if config.weighted else advantages_R.new_ones(advantages_R.shape)
     loss = -(inputs.logprobs_R[kept_R] * weights_R[kept_R]).sum()
     return LossOutput(loss, {"positive_only/kept": (float(kept_R.sum()), float(inputs.mask_R.sum()))})
+
+
+# --8<-- [end:loss]
 
 
 def _required(advantages_R: torch.Tensor | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ class ReversalOptions(ConfigModel):
     """Letters in the string."""
 
 
+# --8<-- [start:task]
 class ReversalTask:
     """Implements :class:`arctic_core.rl.tasks.Task`."""
 
@@ -35,6 +36,9 @@ class ReversalTask:
         given = completion.strip()
         right = sum(a == b for a, b in zip(given, item.answer, strict=False))
         return right / max(len(given), len(item.answer))
+
+
+# --8<-- [end:task]
 
 
 def create_reversal(options: Mapping[str, Any]) -> ReversalTask:
