@@ -310,7 +310,7 @@ class ArcticService:
     async def _save_checkpoint(self, op: p.SaveCheckpoint) -> p.Result:
         async with self._training("save_checkpoint") as trainer:
             engine = self._engines.get("trainer", "save_checkpoint")
-            return await checkpoints.save(trainer, engine, op, self.config, step=self._step, model=self._model_path)
+            return await checkpoints.save(trainer, engine, op, self.config, step=self._step)
 
     async def _load_checkpoint(self, op: p.LoadCheckpoint) -> p.Result:
         async with self._training("load_checkpoint") as trainer:

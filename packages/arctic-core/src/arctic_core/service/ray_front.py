@@ -10,6 +10,8 @@ import contextlib
 import logging
 import math
 import os
+import threading
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -77,8 +79,12 @@ class RayJob:
     """Whether this process started the cluster for it."""
 
 
-def start_job(config: ArcticRLClientConfig) -> RayJob:
+def start_job(config: ArcticRLClientConfig, *, given_up: threading.Event | None = None) -> RayJob:
     """Start a job and wait until its engines are up; a failure leaves no actor and no private cluster behind.
+
+    Args:
+        config: The job.
+        given_up: Set by another thread when nobody waits for the job any more; the start then fails.
 
     Raises:
         ArcticError: What kept the engines from starting.
@@ -93,7 +99,7 @@ def start_job(config: ArcticRLClientConfig) -> RayJob:
             .options(name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=1000, max_restarts=0)
             .remote(config, name)
         )
-        _start(actor, config.deadlines.start)
+        _start(actor, config.deadlines.start, given_up or threading.Event())
     except BaseException:
         if actor is not None:
             _kill(actor, config.deadlines.stop)
@@ -103,11 +109,16 @@ def start_job(config: ArcticRLClientConfig) -> RayJob:
     return RayJob(actor, name, owned=True, owns_cluster=owns_cluster)
 
 
-def _start(actor: Any, deadline_s: float) -> None:
+def _start(actor: Any, deadline_s: float, given_up: threading.Event) -> None:
+    started = actor.start.remote()
+    end = time.monotonic() + deadline_s + 90.0
     try:
-        error = ray.get(actor.start.remote(), timeout=deadline_s + 90.0)
-    except GetTimeoutError:
-        raise EngineStartError(f"the service did not answer within {deadline_s + 90:g} s", where="start") from None
+        while not ray.wait([started], timeout=0.5)[0]:
+            if given_up.is_set():
+                raise EngineStartError("the start was given up", where="start")
+            if time.monotonic() > end:
+                raise EngineStartError(f"the service did not answer within {deadline_s + 90:g} s", where="start")
+        error: Any = ray.get(started)
     except RayActorError as died:
         raise EngineStartError(f"the service's process ended while starting: {died}", where="start") from None
     if error is not None:
