@@ -24,7 +24,7 @@ from arctic_core.errors import DataError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["TOKEN_FIELDS", "Batch", "Group", "Sample"]
+__all__ = ["TOKEN_FIELDS", "Batch", "Group", "Sample", "token_array"]
 
 Group = int | str
 """A caller's id for the rollouts of one prompt. Never inferred from text or tokens."""
@@ -62,7 +62,12 @@ class Sample(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown
     """Temperature the response was sampled at; scoring divides logits by it. Above 0."""
 
     def __post_init__(self) -> None:
-        force_setattr(self, "token_ids", _vector(self.token_ids, np.int32, "token_ids", "sample"))
+        force_setattr(self, "token_ids", token_array(self.token_ids, "sample.token_ids"))
+        force_setattr(self, "prompt_length", _integer(self.prompt_length, "sample.prompt_length"))
+        if not isinstance(self.group, str):
+            force_setattr(self, "group", _integer(self.group, "sample.group"))
+        if self.policy_version is not None:
+            force_setattr(self, "policy_version", _integer(self.policy_version, "sample.policy_version"))
         total = len(self.token_ids)
         if not 1 <= self.prompt_length <= total:
             raise DataError(
@@ -70,7 +75,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown
                 where="sample.prompt_length",
                 remedy="give every sample at least one prompt token (a BOS token will do)",
             )
-        _check_temperature(self.temperature, "sample")
+        force_setattr(self, "temperature", _temperature(self.temperature, "sample"))
         for name in TOKEN_FIELDS:
             value = getattr(self, name)
             if value is not None:
@@ -117,8 +122,9 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
     sampler_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        for name, dtype in (("token_ids", np.int32), ("cu_seqlens", np.int64), ("prompt_lengths", np.int64)):
-            force_setattr(self, name, _vector(getattr(self, name), dtype, name, "batch"))
+        force_setattr(self, "token_ids", token_array(self.token_ids, "batch.token_ids"))
+        for name in ("cu_seqlens", "prompt_lengths"):
+            force_setattr(self, name, _vector(getattr(self, name), np.int64, f"batch.{name}"))
         size = len(self.prompt_lengths)
         offsets = self.cu_seqlens
         lengths = np.diff(offsets)
@@ -134,6 +140,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
                 f"sample {i} has prompt_length {self.prompt_lengths[i]} and {lengths[i]} tokens",
                 where="batch.prompt_lengths",
             )
+        force_setattr(self, "groups", tuple(g if isinstance(g, str) else _integer(g, "batch.groups") for g in self.groups))
         if len(self.groups) != size:
             raise DataError(f"{len(self.groups)} group ids for {size} samples", where="batch.groups")
         self._check_per_sample(size)
@@ -145,9 +152,9 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
     def _check_per_sample(self, size: int) -> None:
         force_setattr(self, "temperatures", _field(self.temperatures, size, "temperatures", "batch"))
         for i, temperature in enumerate(self.temperatures.tolist()):
-            _check_temperature(temperature, f"sample {i}")
+            _temperature(temperature, f"batch sample {i}")
         if self.policy_versions is not None:
-            versions = _vector(self.policy_versions, np.int64, "policy_versions", "batch")
+            versions = _vector(self.policy_versions, np.int64, "batch.policy_versions")
             if len(versions) != size:
                 raise DataError(f"{len(versions)} versions for {size} samples", where="batch.policy_versions")
             force_setattr(self, "policy_versions", versions)
@@ -180,9 +187,10 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
         size = len(self)
         if not -size <= index < size:
             raise IndexError(f"sample {index} of a batch of {size}")
-        index %= size
+        return self._sample(index % size, self.cu_responses)
+
+    def _sample(self, index: int, cu: np.ndarray) -> Sample:
         start, stop = self.cu_seqlens[index], self.cu_seqlens[index + 1]
-        cu = self.cu_responses
         fields = {name: None if (v := getattr(self, name)) is None else v[cu[index] : cu[index + 1]] for name in TOKEN_FIELDS}
         versions = self.policy_versions
         return Sample(
@@ -196,7 +204,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
 
     def samples(self) -> list[Sample]:
         """The batch as a list of samples."""
-        return [self[i] for i in range(len(self))]
+        cu = self.cu_responses
+        return [self._sample(i, cu) for i in range(len(self))]
 
     def select(self, indices: Sequence[int]) -> Batch:
         """The batch made of the given samples, in the given order."""
@@ -205,7 +214,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
         return Batch.from_samples(self[i] for i in indices)
 
     def _empty_like(self) -> Batch:
-        fields = {name: None if getattr(self, name) is None else np.zeros(0, np.float32) for name in TOKEN_FIELDS}
+        names = ("policy_versions", *TOKEN_FIELDS)
+        fields = {name: None if (value := getattr(self, name)) is None else value[:0] for name in names}
         return msgspec.structs.replace(Batch.from_samples([]), **fields)
 
     def replace(self, **changes: Any) -> Batch:
@@ -244,35 +254,64 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
         return np.split(values, self.cu_responses[1:-1]) if len(self) else []
 
 
-def _vector(value: ArrayLike, dtype: type, name: str, where: str) -> np.ndarray:
-    array = np.asarray(value)
+def token_array(value: ArrayLike, where: str) -> np.ndarray:
+    """Token ids as int32 ``[T]``.
+
+    Raises:
+        DataError: They are not one-dimensional, not integers, or outside 0..2³¹-1.
+    """
+    array = _vector(value, np.int32, where)
+    if array.size and array.min() < 0:
+        raise DataError(
+            f"token id {array.min()} is negative", where=where, remedy="mask tokens with loss_mask, not with -100 or the like"
+        )
+    return array
+
+
+def _as_array(value: ArrayLike, where: str) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors of other devices
+        raise DataError(f"is no array: {error}", where=where) from None
+
+
+def _vector(value: ArrayLike, dtype: type, where: str) -> np.ndarray:
+    array = _as_array(value, where)
     if array.ndim != 1:
-        raise DataError(f"expected one dimension, got shape {array.shape}", where=f"{where}.{name}")
-    if array.size and not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise DataError(f"expected {np.dtype(dtype).name}, got {array.dtype}", where=f"{where}.{name}")
-    if array.size and np.issubdtype(dtype, np.integer):
+        raise DataError(f"expected one dimension, got shape {array.shape}", where=where)
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError(f"expected integers, got {array.dtype}", where=where)
+    if array.size:
         limits = np.iinfo(dtype)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
-            raise DataError(f"a value does not fit {np.dtype(dtype).name}", where=f"{where}.{name}")
+            raise DataError(f"a value does not fit {np.dtype(dtype).name}", where=where)
     return array.astype(dtype, copy=False)
 
 
 def _field(value: ArrayLike, length: int, name: str, where: str) -> np.ndarray:
-    array = np.asarray(value)
+    where = f"{where}.{name}"
+    array = _as_array(value, where)
     if array.ndim != 1 or len(array) != length:
-        raise DataError(f"has shape {array.shape}, expected ({length},)", where=f"{where}.{name}")
+        raise DataError(f"has shape {array.shape}, expected ({length},)", where=where)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"expected numbers, got {array.dtype}", where=f"{where}.{name}")
+        raise DataError(f"expected numbers, got {array.dtype}", where=where)
     return array.astype(np.float32, copy=False)
 
 
-def _check_temperature(value: float, where: str) -> None:
-    if not (np.isfinite(value) and value > 0):
+def _integer(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise DataError(f"expected an integer, got {value!r}", where=where)
+    return int(value)
+
+
+def _temperature(value: float, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating) or not 0 < value < float("inf"):
         raise DataError(
-            f"temperature {value} is not a positive number",
+            f"temperature {value!r} is not a positive number",
             where=f"{where}.temperature",
             remedy="greedy responses are scored at temperature 1",
         )
+    return float(value)
 
 
 def _concat(arrays: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -193,4 +193,8 @@ def error_types() -> dict[str, type[ArcticError]]:
     def walk(cls: type[ArcticError]) -> list[type[ArcticError]]:
         return [cls, *(leaf for sub in cls.__subclasses__() for leaf in walk(sub))]
 
-    return {cls.__name__: cls for cls in walk(ArcticError)}
+    found: dict[str, type[ArcticError]] = {}
+    for cls in walk(ArcticError):
+        if cls.__module__ == __name__ or cls.__name__ not in found:  # a plugin's class never hides one of ours
+            found[cls.__name__] = cls
+    return found

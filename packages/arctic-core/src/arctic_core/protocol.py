@@ -9,12 +9,15 @@ Suffix legend: ``_R`` response-token axis of a packed batch, ``_B`` samples.
 This module needs numpy and msgspec only.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# (frozen is inherited in msgspec, but the typing rules for dataclass-like bases do not know that)
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 from arctic_core.data import Batch
 from arctic_core.errors import ArcticError, DataError, error_types
@@ -26,6 +29,7 @@ ModelName = Literal["policy", "reference"]
 FinishReason = Literal["stop", "length", "abort"]
 RestorePart = Literal["weights", "optimizer", "scheduler", "step", "rng"]
 Normalization = Literal["token", "sequence", "constant"]
+PauseMode = Literal["drain", "keep", "abort"]
 
 RESTORE_ALL: tuple[RestorePart, ...] = ("weights", "optimizer", "scheduler", "step", "rng")
 
@@ -58,6 +62,8 @@ class SamplingParams(Message):
     """Seed of the call: completion ``j`` of prompt ``i`` depends on ``(seed, i, j)`` alone."""
 
     def __post_init__(self) -> None:
+        force_setattr(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        force_setattr(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
         checks = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 or a positive number"),
@@ -76,7 +82,7 @@ class LossSpec(Message):
     name: str
     options: dict[str, bool | int | float | str | None] = {}
     normalization: Normalization = "token"
-    """What the engine divides the summed loss by, once per optimizer step: trained tokens, sequences with a trained token, or ``constant``."""
+    """What divides the summed loss, once per optimizer step: trained tokens, sequences with one, or ``constant``."""
     constant: float | None = None
     """The divisor of ``normalization="constant"``."""
 
@@ -251,7 +257,7 @@ class ResetPrefixCache(Operation, tag="reset_prefix_cache"):
 class Pause(Operation, tag="pause"):
     """Hold generation. ``drain`` lets running requests end, ``keep`` freezes them, ``abort`` ends them now."""
 
-    mode: Literal["drain", "keep", "abort"] = "drain"
+    mode: PauseMode = "drain"
 
 
 class Resume(Operation, tag="resume"):
@@ -423,7 +429,9 @@ class ErrorInfo(Message, tag="error"):
 
     def to_exception(self) -> ArcticError:
         """The same error as a typed exception."""
-        cls = error_types().get(self.kind, ArcticError)
+        cls = error_types().get(self.kind)
+        if cls is None:  # of a newer version, or of a plugin that only the service has
+            return ArcticError(f"{self.kind}: {self.message}", where=self.where, remedy=self.remedy)
         return cls(self.message, where=self.where, remedy=self.remedy)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,17 +11,25 @@ from arctic_core.config.base import ConfigModel
 DType = Literal["float32", "bfloat16"]
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamWConfig(ConfigModel):
     """AdamW (Loshchilov & Hutter, 2019)."""
 
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, applied to every parameter."""
+
+
+def _check_warmup(warmup_steps: int, total_steps: int) -> None:
+    if warmup_steps > total_steps:
+        raise ValueError(f"warmup_steps {warmup_steps} exceeds total_steps {total_steps}, which include it")
 
 
 class ConstantSchedule(ConfigModel):
@@ -43,6 +51,11 @@ class LinearSchedule(ConfigModel):
     min_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate as a part of ``lr``."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_warmup(self.warmup_steps, self.total_steps)
+        return self
+
 
 class CosineSchedule(ConfigModel):
     """Half-cosine decay from ``lr`` to ``lr·min_ratio`` at ``total_steps``, after the warm-up."""
@@ -55,6 +68,11 @@ class CosineSchedule(ConfigModel):
     min_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate as a part of ``lr``."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_warmup(self.warmup_steps, self.total_steps)
+        return self
+
 
 Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule, Field(discriminator="type")]
 
@@ -63,7 +81,7 @@ class TrainingConfig(ConfigModel):
     """The training engine."""
 
     engine: str = "auto"
-    """Registered trainer: ``torch``, ``deepspeed`` or a plugin's; ``auto`` takes ``torch`` in process and ``deepspeed`` over Ray."""
+    """Registered trainer: ``torch``, ``deepspeed`` or a plugin's; ``auto`` is ``torch`` in process, ``deepspeed`` over Ray."""
     optimizer: AdamWConfig = AdamWConfig()
     """AdamW settings."""
     schedule: Schedule = ConstantSchedule()
@@ -84,7 +102,7 @@ class SamplingConfig(ConfigModel):
     """The sampling engine."""
 
     engine: str = "auto"
-    """Registered sampler: ``transformers``, ``vllm`` or a plugin's; ``auto`` takes ``transformers`` in process and ``vllm`` over Ray."""
+    """Registered sampler: ``transformers``, ``vllm`` or a plugin's; ``auto``: ``transformers`` in process, else ``vllm``."""
     max_num_seqs: int = Field(64, ge=1)
     """Most sequences decoded at once by one replica."""
     max_waiting: int = Field(4096, ge=1)
@@ -93,7 +111,7 @@ class SamplingConfig(ConfigModel):
     """Host memory for the KV cache on CPU, GiB per replica."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Part of a GPU's memory vLLM may use."""
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] = Field(default_factory=dict)
     """More vLLM engine arguments by vLLM's own names; unknown ones are refused."""
 
 
@@ -123,6 +141,12 @@ class WeightSyncConfig(ConfigModel):
     """Largest |Δ log-prob| (nats) accepted on a probe."""
     directory: str | None = None
     """Folder of the file carrier; absent means a temporary one, removed at the end."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.directory is not None and self.carrier in ("auto", "shared_memory"):
+            raise ValueError(f"directory is for a carrier that writes files, carrier is {self.carrier!r}")
+        return self
 
 
 class DeadlineConfig(ConfigModel):
@@ -157,7 +181,9 @@ class ArcticRLClientConfig(ConfigModel):
     """Everything a client needs to start, or find, the engines of one job.
 
     Example:
-        >>> ArcticRLClientConfig(model_name="Qwen/Qwen3-4B", comm_protocol="ray", training_gpus=8, sampling_gpus=8, colocate=True)
+        >>> config = ArcticRLClientConfig(
+        ...     model_name="Qwen/Qwen3-4B", comm_protocol="ray", training_gpus=8, sampling_gpus=8, colocate=True
+        ... )
     """
 
     model_name: str
@@ -202,13 +228,15 @@ class ArcticRLClientConfig(ConfigModel):
     """Name of a running job's service (from ``reconnect_config()``); absent starts a new one."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> ArcticRLClientConfig:
+    def _consistent(self) -> Self:
         if self.connect_to is None and not (self.training_gpus or self.sampling_gpus or self.log_prob_gpus):
             raise ValueError("no engine asked for: set training_gpus, sampling_gpus or log_prob_gpus")
         if self.connect_to is not None and self.comm_protocol == "local":
             raise ValueError("connect_to needs comm_protocol='ray': a local job lives in its own process")
         if self.reference and not (self.training_gpus or self.log_prob_gpus):
             raise ValueError("reference=True needs a trainer or log-prob ranks to hold the reference model")
+        if self.log_prob.model_name is not None and not self.log_prob_gpus:
+            raise ValueError("log_prob.model_name needs log_prob_gpus: beside the trainer lives a copy of its own start")
         if self.training.offload_optimizer and self.training.zero_stage == 0:
             raise ValueError("training.offload_optimizer needs training.zero_stage 1, 2 or 3")
         return self
