@@ -1,0 +1,1 @@
+"""The `arctic` program. Needs the `cli` extra."""

@@ -1,0 +1,201 @@
+"""Configuration of ``arctic train``: one model tree that a YAML or TOML file fills. Needs pydantic only.
+
+Reading files and command-line overrides is :mod:`arctic_core.rl.config_file`'s work.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from arctic_core.config import ArcticRLClientConfig, ConfigModel
+from arctic_core.protocol import LossSpec, SamplingParams
+
+Backend = Literal["local", "ray"]
+OptionValue = bool | int | float | str | None
+
+
+class TaskConfig(ConfigModel):
+    """Where prompts and their answers come from."""
+
+    name: str
+    """Registered task: ``reasoning_gym``, ``addition`` or a plugin's."""
+    options: dict[str, Any] = Field({})
+    """Options of that task; the task refuses unknown ones."""
+
+
+class RolloutConfig(ConfigModel):
+    """How responses are sampled at each step."""
+
+    prompts_per_step: int = Field(8, ge=1)
+    """Prompts drawn at each step."""
+    n: int = Field(8, ge=1)
+    """Responses per prompt; they form one group. A group of one has advantage 0."""
+    max_tokens: int = Field(256, ge=1)
+    """Most new tokens of one response."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; scoring and training divide logits by the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus mass. Below 1 the sampler's log-probs are of a truncated distribution, which ``mismatch/*`` then shows."""
+    top_k: int = Field(0, ge=0)
+    """Number of most likely tokens kept; 0 keeps all."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beside the model's own end-of-sequence tokens."""
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """The protocol's sampling parameters with this call's seed."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            seed=seed,
+        )
+
+
+class LossConfig(ConfigModel):
+    """The policy loss."""
+
+    name: str = "grpo"
+    """Registered loss."""
+    options: dict[str, OptionValue] = Field({})
+    """Options of that loss, e.g. ``clip_low``, ``clip_high``, ``kl_coef``, ``entropy_coef``; the loss refuses unknown ones."""
+    normalization: Literal["token", "sequence", "constant"] = "token"
+    """What the summed loss is divided by, once per optimizer step."""
+    constant: float | None = Field(None, gt=0)
+    """The divisor of ``normalization: constant``, which alone takes it."""
+
+    @model_validator(mode="after")
+    def _constant_fits(self) -> LossConfig:
+        if (self.normalization == "constant") != (self.constant is not None):
+            raise ValueError("`constant` goes with normalization 'constant', and only with it")
+        return self
+
+    def spec(self) -> LossSpec:
+        """The protocol's loss."""
+        return LossSpec(name=self.name, options=self.options, normalization=self.normalization, constant=self.constant)
+
+
+class AdvantageConfig(ConfigModel):
+    """How rewards become advantages."""
+
+    normalize_std: bool = True
+    """Divide a group's centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
+    epsilon: float = Field(1e-4, gt=0)
+    """Added to the standard deviation."""
+
+
+class AlgorithmConfig(ConfigModel):
+    """What happens between a rollout batch and the next policy version."""
+
+    loss: LossConfig = LossConfig()
+    """The policy loss."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """Group-normalised advantages."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each rollout batch."""
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer steps per pass; samples are shuffled and cut into as many nearly equal parts."""
+    report_reference_kl: bool = False
+    """Score the initial model as well and report ``kl/reference``, also where the loss has no KL term."""
+
+
+class CheckpointConfig(ConfigModel):
+    """When to save, and how many to keep."""
+
+    every: int = Field(0, ge=0)
+    """Save after every so many steps and after the last; 0 saves none."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints kept."""
+
+
+class TrainJobConfig(ConfigModel):
+    """One training job: GRPO of one model on one task."""
+
+    model: str
+    """Hub id, local folder, GGUF file, or ``package:NAME/FILE.gguf`` for a file inside an installed package."""
+    task: TaskConfig
+    """The task."""
+    reward: str | None = None
+    """``pkg.module:function`` taking ``(completion, item)``, instead of the task's own reward."""
+    solved_reward: float = 1.0
+    """A response with at least this reward counts as solved in ``reward/accuracy``."""
+    steps: int = Field(ge=1)
+    """Rollout steps; each makes ``epochs * mini_batches`` optimizer steps and one weight sync."""
+    seed: int = Field(0, ge=0)
+    """Seed of prompts, sampling, shuffling and engines."""
+    rollouts: RolloutConfig = RolloutConfig()
+    """Rollouts."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Algorithm."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    samples_per_step: int = Field(8, ge=0)
+    """Completions written to ``samples.jsonl`` at each step."""
+    export: bool = False
+    """Write the trained model as a Hugging Face folder at the end."""
+    client: ArcticRLClientConfig
+    """Engines and placement; ``model_name`` and ``seed`` are the job's. One trainer and one sampler by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_client(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        client = values.get("client") or {}
+        if not isinstance(client, dict):
+            return values
+        for ours, theirs in (("model", "model_name"), ("seed", "seed")):
+            if theirs in client and client[theirs] != values.get(ours, client[theirs]):
+                raise ValueError(f"client.{theirs} differs from {ours}; set {ours} alone")
+        filled: dict[str, Any] = {"training_gpus": 1, "sampling_gpus": 1, **client, "model_name": values.get("model", "")}
+        if "seed" in values:
+            filled["seed"] = values["seed"]
+        return {**values, "client": filled}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainJobConfig:
+        if not (self.client.training_gpus and self.client.sampling_gpus):
+            raise ValueError("client: a training job needs training_gpus and sampling_gpus")
+        size = self.rollouts.prompts_per_step * self.rollouts.n
+        if self.algorithm.mini_batches > size:
+            raise ValueError(f"algorithm.mini_batches {self.algorithm.mini_batches} exceeds the {size} responses of a step")
+        if self.rollouts.max_tokens >= self.client.max_seq_len:
+            raise ValueError(
+                f"rollouts.max_tokens {self.rollouts.max_tokens} leaves no room for a prompt in "
+                f"client.max_seq_len {self.client.max_seq_len}"
+            )
+        return self
+
+    @property
+    def backend(self) -> Backend:
+        """``ray`` (DeepSpeed and vLLM actors) or ``local`` (in process)."""
+        return self.client.comm_protocol
+
+
+LOCAL_BACKEND: dict[str, Any] = {
+    "comm_protocol": "local",
+    "training_gpus": 1,
+    "sampling_gpus": 1,
+    "log_prob_gpus": 0,
+    "training": {"engine": "torch", "zero_stage": 0, "offload_optimizer": False},
+    "sampling": {"engine": "transformers", "vllm": {}},
+    "log_prob": {"engine": "torch", "zero_stage": 0},
+}
+"""What ``--backend local`` writes over a file's ``client`` block: one process, no Ray, vLLM or DeepSpeed."""
+
+RAY_BACKEND: dict[str, Any] = {
+    "comm_protocol": "ray",
+    "training": {"engine": "deepspeed"},
+    "sampling": {"engine": "vllm"},
+    "log_prob": {"engine": "deepspeed"},
+}
+"""What ``--backend ray`` writes over a file's ``client`` block."""
+
+FREE_ON_RESUME = frozenset({"steps", "checkpoint", "samples_per_step", "export"})
+"""Keys that may change between a run and its resumption."""

@@ -1,0 +1,139 @@
+"""One training job from its configuration to its files: check, start engines, train, report, stop.
+
+Everything that can be wrong without an engine (task, reward, loss options, tokenizer, output folder) is checked before
+one is started. However the job ends, the client is closed and the summary says how.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from arctic_core.client import ArcticRLClient, create_arctic_rl_client
+from arctic_core.config import ArcticRLClientConfig
+from arctic_core.models.resolve import resolve_model
+from arctic_core.plugins.manager import PluginRegistry, get_registry
+from arctic_core.rl.config import TrainJobConfig
+from arctic_core.rl.loop import Recipe, TrainLoop, find_resume_point
+from arctic_core.rl.observe import Observer, Silent
+from arctic_core.rl.plot import plot_run
+from arctic_core.rl.prompts import ChatTokenizer, locate_model
+from arctic_core.rl.report import RunFolder, Status, Summary, open_run, summarize
+from arctic_core.rl.tasks import load_reward
+
+Connect = Callable[[ArcticRLClientConfig], ArcticRLClient]
+
+
+def train(
+    config: TrainJobConfig,
+    output: str | Path,
+    *,
+    resume: bool = False,
+    observer: Observer | None = None,
+    connect: Connect = create_arctic_rl_client,
+) -> Summary:
+    """Run a job to its end in the folder ``output``.
+
+    Args:
+        config: The job.
+        output: Folder of the run; see :mod:`arctic_core.rl.report` for its files.
+        resume: Go on from the folder's latest checkpoint (from the start where none was due yet).
+        observer: Told of progress.
+        connect: Makes the client; any that speaks the protocol will do.
+
+    Raises:
+        ConfigError: The job contradicts itself, or the folder's run.
+        InvalidStateError: All steps of the run to resume are done; its files are as they were.
+        KeyboardInterrupt: The run was interrupted; summary written and client closed by then.
+    """
+    watcher = observer or Silent()
+    began = time.perf_counter()
+    watcher.preparing("model")
+    model = resolve_model(locate_model(config.model))
+    recipe = make_recipe(config, model)
+    folder = open_run(output, config, resume=resume)
+    point = find_resume_point(folder, config) if resume else None
+    watcher.preparing("engines")
+    client = connect(_client_config(recipe, model))
+    try:
+        loop = TrainLoop(recipe, client, folder, watcher)
+        if point is not None:
+            watcher.preparing("checkpoint")
+            loop.resume_from(point)
+        info = client.info()
+        watcher.started(info, folder, loop.completed, config.steps)
+        return _drive(loop, client, _Ending(config, folder, watcher, began, loop, info.packages))
+    finally:
+        client.close()
+
+
+def make_recipe(config: TrainJobConfig, model: str, registry: PluginRegistry | None = None) -> Recipe:
+    """Look up task, reward and loss, and load the tokenizer of the model folder ``model``.
+
+    Raises:
+        ConfigError: A name is unknown, or an option is.
+    """
+    plugins = registry or get_registry()
+    loss = plugins.loss(config.algorithm.loss.name)
+    options = loss.config_model.parse(dict(config.algorithm.loss.options), where="algorithm.loss.options")
+    task = plugins.task(config.task.name).create(config.task.options)
+    return Recipe(
+        config=config,
+        task=task,
+        reward=load_reward(config.reward) if config.reward else task.reward,
+        tokenizer=ChatTokenizer(model, config.client.max_seq_len - config.rollouts.max_tokens),
+        loss_fields=frozenset((*loss.requires, *loss.requires_for(options))),
+    )
+
+
+def _client_config(recipe: Recipe, model: str) -> ArcticRLClientConfig:
+    reference = recipe.config.client.reference or recipe.wants_reference
+    return recipe.config.client.model_copy(update={"model_name": model, "reference": reference})
+
+
+def _drive(loop: TrainLoop, client: ArcticRLClient, ending: _Ending) -> Summary:
+    """Run the loop and write how it ended, whichever way that is."""
+    try:
+        loop.run()
+        if ending.config.export:
+            ending.observer.preparing("export")
+            ending.observer.saved(Path(client.export_hf(str(ending.folder.model)).path))
+    except KeyboardInterrupt:
+        ending.write("interrupted")
+        raise
+    except Exception as error:
+        ending.write("failed", f"{type(error).__name__}: {error}")
+        raise
+    return ending.write("finished")
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """Writes summary and plot."""
+
+    config: TrainJobConfig
+    folder: RunFolder
+    observer: Observer
+    began: float
+    loop: TrainLoop
+    packages: dict[str, str]
+
+    def write(self, status: Status, error: str | None = None) -> Summary:
+        records = self.folder.read_steps()
+        first = self.loop.first_step_at
+        summary = summarize(
+            records,
+            self.config,
+            status=status,
+            seconds=time.perf_counter() - self.began,
+            seconds_to_first_step=first - self.began if first else None,
+            packages=self.packages,
+            error=error,
+        )
+        self.folder.write_summary(summary)
+        if records:
+            plot_run(records, self.folder.plot, f"{self.config.task.name} · {Path(self.config.model).stem} · {status}")
+        self.observer.ended(summary, self.folder)
+        return summary

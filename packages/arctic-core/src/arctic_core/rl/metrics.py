@@ -1,0 +1,80 @@
+"""The numbers of one training step, from plain arrays. Needs numpy only.
+
+Suffix legend: ``_R`` response-token axis of a packed batch, ``_B`` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from arctic_core.data import Batch
+from arctic_core.protocol import FinishReason, Metric
+
+_MAX_LOG_RATIO = 20.0  # exp stays finite; a token this far off is reported by the largest difference anyway
+
+
+def kl_k3(samples_R: np.ndarray, other_R: np.ndarray) -> float:
+    """Mean of the k3 estimate (nats) of KL(sampled ‖ other) from tokens drawn by the first.
+
+    ``k3 = exp(r) - 1 - r`` with ``r = other - sampled`` (Schulman, "Approximating KL Divergence", 2020); 0 without tokens.
+    """
+    if not len(samples_R):
+        return 0.0
+    log_ratio_R = np.clip(other_R.astype(np.float64) - samples_R, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return float(np.mean(np.expm1(log_ratio_R) - log_ratio_R))
+
+
+def mismatch_metrics(trainer_R: np.ndarray, sampler_R: np.ndarray) -> dict[str, float]:
+    """How far the trainer's log-probs of the sampled tokens are from the sampler's own.
+
+    ``ess`` is the effective share of tokens, ``(Σw)² / (N Σw²)`` with ``w = exp(trainer - sampler)``; 1 when they agree.
+    """
+    if not len(trainer_R):
+        return {"mismatch/max_abs_diff": 0.0, "mismatch/mean_abs_diff": 0.0, "mismatch/kl_k3": 0.0, "mismatch/ess": 1.0}
+    difference_R = trainer_R.astype(np.float64) - sampler_R
+    weight_R = np.exp(np.clip(difference_R, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    return {
+        "mismatch/max_abs_diff": float(np.abs(difference_R).max()),
+        "mismatch/mean_abs_diff": float(np.abs(difference_R).mean()),
+        "mismatch/kl_k3": kl_k3(sampler_R, trainer_R),
+        "mismatch/ess": float(weight_R.sum() ** 2 / (len(weight_R) * np.square(weight_R).sum())),
+    }
+
+
+def reward_metrics(rewards_B: np.ndarray, groups: Sequence[int | str], solved: float) -> dict[str, float]:
+    """Moments of the rewards, the share solved, and the share of groups whose rewards are all equal (no signal)."""
+    by_group: dict[int | str, list[float]] = {}
+    for group, reward in zip(groups, rewards_B.tolist(), strict=True):
+        by_group.setdefault(group, []).append(reward)
+    flat = [min(values) == max(values) for values in by_group.values()]
+    return {
+        "reward/mean": float(rewards_B.mean()),
+        "reward/std": float(rewards_B.std()),
+        "reward/min": float(rewards_B.min()),
+        "reward/max": float(rewards_B.max()),
+        "reward/accuracy": float((rewards_B >= solved).mean()),
+        "reward/groups_without_signal": float(np.mean(flat)),
+    }
+
+
+def length_metrics(batch: Batch, finish: Sequence[FinishReason]) -> dict[str, float]:
+    """Lengths in tokens, and the share of responses cut at the limit."""
+    lengths_B = batch.response_lengths
+    return {
+        "length/mean": float(lengths_B.mean()),
+        "length/min": float(lengths_B.min()),
+        "length/max": float(lengths_B.max()),
+        "length/prompt_mean": float(batch.prompt_lengths.mean()),
+        "length/truncated": float(np.mean([reason == "length" for reason in finish])),
+    }
+
+
+def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Exact means of (sum, count) metrics over several optimizer steps."""
+    total: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            total[name] = total[name] + metric if name in total else metric
+    return {name if "/" in name else f"loss/{name}": metric.mean for name, metric in total.items()}
