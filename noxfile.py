@@ -18,6 +18,16 @@ import nox
 
 ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+LIGHT = """
+import importlib.util
+import arctic_core
+from arctic_core.plugins.manager import PluginRegistry
+
+assert importlib.util.find_spec("torch") is None, "torch is installed here, so this would prove nothing"
+for name in arctic_core.__all__:
+    getattr(arctic_core, name)
+PluginRegistry().require_healthy()
+"""
 PYTHON = "3.11"  # of cpu.lock: wheels of torch and vLLM are chosen for it
 
 nox.needs_version = ">=2025.5.1"
@@ -70,9 +80,7 @@ def imports(session: nox.Session) -> None:
     """Borders between packages and layers, and a client that works where torch is not installed."""
     env = dev(session)
     env.run("lint-imports")
-    absent = "import importlib.util as u; assert not u.find_spec('torch'), 'torch is installed: the check would prove nothing'"
-    env.run("python", "-c", absent)
-    env.run("python", "-c", "import arctic_core, arctic_core.plugins.manager as m; m.PluginRegistry().require_healthy()")
+    env.run("python", "-c", LIGHT)
 
 
 @nox.session
@@ -85,12 +93,16 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of all packages into dist/, and a look into each wheel."""
+    """Wheels and sdists of all packages into dist/, a look into each wheel, and arctic-core's base install tried out."""
     env = dev(session)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     for package in PACKAGES:
         env.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", str(package))
     env.run("python", "requirements/check_wheels.py", "dist")
+    fresh = Environment(session, ROOT / ".nox" / "wheel")
+    create(fresh)
+    fresh.install(*map(str, (ROOT / "dist").glob("arctic_core-*.whl")), "--constraint", "requirements/dev.lock")
+    fresh.run("python", "-c", LIGHT)
 
 
 @nox.session
