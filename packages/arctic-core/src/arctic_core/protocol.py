@@ -34,7 +34,7 @@ PauseMode = Literal["drain", "keep", "abort"]
 RESTORE_ALL: tuple[RestorePart, ...] = ("weights", "optimizer", "scheduler", "step", "rng")
 
 
-class Message(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, eq=False, forbid_unknown_fields=True):
     """Base of everything that crosses a transport."""
 
 

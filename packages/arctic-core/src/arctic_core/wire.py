@@ -21,8 +21,7 @@ import math
 import operator
 import re
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -65,27 +64,34 @@ _MAX_INT_BITS = 1024
 _PATH = re.compile(r"^(?P<what>.*) - at `(?P<path>\$.*)`$", re.DOTALL)
 
 
-@dataclass(frozen=True)
 class RawTensor:
     """A tensor as bytes, for types numpy does not have (``bfloat16``, ``float8_*``). Little-endian, C order.
+
+    Args:
+        dtype: Torch's name without the prefix, e.g. ``"bfloat16"``.
+        shape: Sizes, any number of them.
+        data: Contiguous bytes.
 
     Raises:
         WireError: The type is unknown or the number of bytes does not fit the shape.
     """
 
-    dtype: str
-    """Torch's name without the prefix, e.g. ``"bfloat16"``."""
-    shape: tuple[int, ...]
-    data: Buffer
+    # Not a dataclass: those msgspec would take apart by itself.
+    __slots__ = ("data", "dtype", "shape")
 
-    def __post_init__(self) -> None:
-        if self.dtype not in _CODES:
-            raise WireError(f"unknown tensor type {self.dtype!r}", remedy=f"known: {', '.join(_CODES)}")
-        object.__setattr__(self, "shape", tuple(operator.index(size) for size in self.shape))
-        view = memoryview(self.data)
-        expected, given = math.prod(self.shape) * _ITEM_BYTES[self.dtype], view.nbytes
-        if any(size < 0 for size in self.shape) or expected != given or not view.c_contiguous:
-            raise WireError(f"{given} bytes do not make a {self.dtype} tensor of shape {self.shape}")
+    def __init__(self, dtype: str, shape: Sequence[int], data: Buffer) -> None:
+        self.dtype = dtype
+        self.shape = tuple(operator.index(size) for size in shape)
+        self.data = data
+        if dtype not in _CODES:
+            raise WireError(f"unknown tensor type {dtype!r}", remedy=f"known: {', '.join(_CODES)}")
+        view = memoryview(data)
+        expected = math.prod(self.shape) * _ITEM_BYTES[dtype]
+        if any(size < 0 for size in self.shape) or expected != view.nbytes or not view.c_contiguous:
+            raise WireError(f"{view.nbytes} bytes do not make a {dtype} tensor of shape {self.shape}")
+
+    def __repr__(self) -> str:
+        return f"RawTensor({self.dtype!r}, {self.shape})"
 
 
 # --- encoding -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from arctic_core import protocol as p
 from arctic_core.client import ArcticRLClient, AsyncArcticRLClient, create_arctic_rl_client, create_async_arctic_rl_client
 from arctic_core.client import core as client_core
@@ -118,7 +117,12 @@ def test_the_two_factories_are_twins() -> None:
 
 CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
     ("info", (), {}, {}),
-    ("forward", (SAMPLES,), {"model": "reference", "entropy": True, "temperature": 2}, {"model": "reference", "temperature": 2.0}),
+    (
+        "forward",
+        (SAMPLES,),
+        {"model": "reference", "entropy": True, "temperature": 2},
+        {"model": "reference", "temperature": 2.0},
+    ),
     ("forward_backward", (SAMPLES, "grpo"), {}, {"temperature": None}),
     ("forward_backward", (Batch.from_samples(SAMPLES), p.LossSpec(name="sft")), {"temperature": 0.5}, {"temperature": 0.5}),
     ("backward", (SAMPLES, [1, 2]), {}, {"grad_entropy": None}),
@@ -168,7 +172,9 @@ def test_gradients_arrive_as_float32_in_order(client: ArcticRLClient, mock: Mock
 
 
 def test_generate_returns_lists_in_the_callers_order(client: ArcticRLClient, mock: MockTransport) -> None:
-    rows = client.generate([[1], np.array([2, 3])], p.SamplingParams(max_tokens=1), n=2, group=("a", np.int64(4)), request_id="mine")
+    rows = client.generate(
+        [[1], np.array([2, 3])], p.SamplingParams(max_tokens=1), n=2, group=("a", np.int64(4)), request_id="mine"
+    )
     assert [[c.text for c in row] for row in rows] == [["0", "1"], ["10", "11"]]
     operation = mock.operations[0]
     assert isinstance(operation, p.Generate)
@@ -242,11 +248,12 @@ def test_the_services_error_arrives_as_itself() -> None:
 
 
 def test_an_answer_of_another_type_or_to_another_request_is_refused() -> None:
-    with create_arctic_rl_client(CONFIG, transport=MockTransport(lambda request: p.Done())) as client:
-        with pytest.raises(ProtocolError, match="expected Stepped, got Done"):
-            client.step()
-    with create_arctic_rl_client(CONFIG, transport=MockTransport(lambda r: p.Reply(sequence=99, body=STEPPED))) as client:
-        with pytest.raises(ProtocolError, match="got the answer to 99"):
+    for wrong, message in (
+        (p.Done(), "expected Stepped, got Done"),
+        (p.Reply(sequence=99, body=STEPPED), "got the answer to 99"),
+    ):
+        transport = MockTransport(lambda request, wrong=wrong: wrong)
+        with create_arctic_rl_client(CONFIG, transport=transport) as client, pytest.raises(ProtocolError, match=message):
             client.step()
 
 
@@ -396,7 +403,7 @@ def drain(transport: Transport) -> tuple[list[int], ArcticError | None]:
         async with await create_async_arctic_rl_client(CONFIG, transport=transport) as client:
             try:
                 async for item in client.generate_stream([[1]]):
-                    seen.append(item.prompt)
+                    seen.append(item.prompt)  # noqa: PERF401 - keeps what came before an error
             except ArcticError as error:
                 return seen, error
         return seen, None
@@ -406,7 +413,7 @@ def drain(transport: Transport) -> tuple[list[int], ArcticError | None]:
     with create_arctic_rl_client(CONFIG, transport=transport) as client:
         try:
             for item in client.generate_stream([[1]]):
-                seen.append(item.prompt)
+                seen.append(item.prompt)  # noqa: PERF401
         except ArcticError as caught:
             error = caught
     others, other = asyncio.run(asynchronous())
@@ -519,15 +526,15 @@ def test_a_handler_may_be_a_coroutine_and_must_return_a_result() -> None:
 
     with create_arctic_rl_client(CONFIG, transport=MockTransport(handler)) as client:
         assert client.step().lr == 0.1
-    with create_arctic_rl_client(CONFIG, transport=MockTransport(lambda request: 3)) as client:  # type: ignore[arg-type,return-value]
-        with pytest.raises(ArcticError, match="returned 3"):
-            client.step()
+    transport = MockTransport(lambda request: 3)  # type: ignore[arg-type,return-value]
+    with create_arctic_rl_client(CONFIG, transport=transport) as client, pytest.raises(ArcticError, match="returned 3"):
+        client.step()
 
 
 def test_an_assertion_in_a_handler_reaches_the_test() -> None:
     def handler(request: p.Request) -> p.Result:
         raise AssertionError("not this one")
 
-    with create_arctic_rl_client(CONFIG, transport=MockTransport(handler)) as client:
-        with pytest.raises(AssertionError, match="not this one"):
-            client.step()
+    transport = MockTransport(handler)
+    with create_arctic_rl_client(CONFIG, transport=transport) as client, pytest.raises(AssertionError, match="not this one"):
+        client.step()

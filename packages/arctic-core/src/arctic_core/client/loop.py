@@ -41,7 +41,7 @@ class LoopThread:
             if not future.done():
                 future.cancel()
                 if linger_s:
-                    self._settle(linger_s)
+                    self._settle(linger_s, cancel=False)  # cancelled once; twice would interrupt its cleaning up
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -55,17 +55,17 @@ class LoopThread:
     def stop(self, deadline_s: float) -> None:
         """Cancel what runs, stop the loop and end the thread. Idempotent."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._settle(deadline_s)
+            self._settle(deadline_s, cancel=True)
             with contextlib.suppress(RuntimeError):  # closed between the check and the call
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(deadline_s)
 
-    def _settle(self, deadline_s: float) -> None:
-        """Wait until all tasks, which are cancelled, have ended."""
+    def _settle(self, deadline_s: float, *, cancel: bool) -> None:
+        """Wait until all tasks have ended."""
 
         async def settle() -> None:
             tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
+            for task in tasks if cancel else ():
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks, timeout=deadline_s)

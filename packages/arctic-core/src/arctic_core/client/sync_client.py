@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - registers its own end of the process, which must come after ours
 import contextlib
 import logging
 import os
@@ -241,5 +242,5 @@ def _close_all() -> None:
             logger.warning("closing at exit: %s", error)
 
 
-# Before the interpreter forbids new work in thread pools, which stopping an engine needs; `atexit` would be too late.
+# These run last in, first out: ours before thread pools, which stopping an engine needs, refuse work. `atexit` is too late.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
