@@ -15,7 +15,14 @@ def job(**changes):
 
 
 def record(step, reward=0.5, **more):
-    values = {"reward/mean": reward, "reward/std": 0.1, "reward/accuracy": 0.5, "seconds/total": float(step)}
+    values = {
+        "reward/mean": reward,
+        "reward/std": 0.1,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "reward/accuracy": 0.5,
+        "seconds/total": float(step),
+    }
     values |= {"memory/total_bytes": 10.0 * step, "mismatch/max_abs_diff": 1e-6, "mismatch/kl_k3": 1e-9}
     values |= {"length/mean": 3.0, "length/min": 1.0, "length/max": 5.0, "seconds/generate": 1.0, "seconds/train": 2.0}
     return StepRecord(step=step, policy_version=step, metrics=values | more)

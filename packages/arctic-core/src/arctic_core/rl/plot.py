@@ -48,11 +48,15 @@ def plot_run(records: Sequence[StepRecord], path: str | Path, title: str) -> Non
 
 def _rewards(axis: Any, records: Sequence[StepRecord]) -> None:
     steps, mean, std = _steps(records), _series(records, "reward/mean"), _series(records, "reward/std")
-    low, high = [m - s for m, s in zip(mean, std, strict=True)], [m + s for m, s in zip(mean, std, strict=True)]
-    axis.fill_between(steps, low, high, color=_BLUE, alpha=0.10, linewidth=0, label="± one std of responses")
+    least, most = _series(records, "reward/min"), _series(records, "reward/max")
+    low = [max(m - s, bound) for m, s, bound in zip(mean, std, least, strict=True)]
+    high = [min(m + s, bound) for m, s, bound in zip(mean, std, most, strict=True)]
+    axis.fill_between(steps, low, high, color=_BLUE, alpha=0.10, linewidth=0, label="one std of responses")
     axis.plot(steps, mean, color=_BLUE, alpha=0.45, linewidth=1, marker="o", markersize=3, label="mean of the step")
     axis.plot(steps, _smooth(mean), color=_BLUE, linewidth=2.2, label="mean of 5 steps")
-    axis.plot(steps, _series(records, "reward/accuracy"), color=_ORANGE, linewidth=1.2, linestyle="--", label="share solved")
+    solved = _series(records, "reward/accuracy")
+    if solved != mean:
+        axis.plot(steps, solved, color=_ORANGE, linewidth=1.2, linestyle="--", label="share solved")
     _finish(axis, "Reward", "")
     axis.legend(frameon=False, fontsize=8, labelcolor=_INK, loc="lower right")
 
@@ -79,7 +83,7 @@ def _lengths(axis: Any, records: Sequence[StepRecord]) -> None:
     axis.fill_between(steps, low, high, color=_GREEN, alpha=0.12, linewidth=0, label="min to max")
     axis.plot(steps, _series(records, "length/mean"), color=_GREEN, linewidth=2, marker="o", markersize=3, label="mean")
     _finish(axis, "Response length", "tokens")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.25 * max(1.0, *(value for value in high if math.isfinite(value))))  # room for the legend
     axis.legend(frameon=False, fontsize=8, labelcolor=_INK, loc="upper right")
 
 
