@@ -25,7 +25,7 @@ class WeightCarrier(abc.ABC):
 
     @abc.abstractmethod
     def open(self, ref: BucketRef) -> AbstractContextManager[memoryview]:
-        """Map a published bucket read-only.
+        """Map a published bucket. What the receiver might write to it never reaches the sender.
 
         Raises:
             WeightSyncError: It is gone or has another size than the reference says.
