@@ -19,6 +19,7 @@ from .conftest import wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
+GRPO = LossSpec(name="grpo", options={"on_policy": True})
 #: Seconds within which a fault must show.
 NOTICE_S = 30.0
 
@@ -34,11 +35,11 @@ def pid_of(client, engine: str, rank: int = 0) -> int:
 
 def test_a_killed_trainer_rank_is_noticed(ray_config, marked):
     with create_arctic_rl_client(ray_config(training_gpus=2, sampling_gpus=0)) as client:
-        client.forward_backward(batch(), LossSpec(name="grpo"))
+        client.forward_backward(batch(), GRPO)
         os.kill(pid_of(client, "trainer", 1), signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(EngineDiedError, match="trainer"):
-            client.forward_backward(batch(), LossSpec(name="grpo"))
+            client.forward_backward(batch(), GRPO)
         assert time.monotonic() - started < NOTICE_S
         with pytest.raises(EngineDiedError, match="load_checkpoint"):
             client.step()
@@ -56,7 +57,7 @@ def test_a_killed_sampler_is_noticed_and_training_goes_on(ray_config, marked, vi
         with pytest.raises(EngineDiedError, match="sampler"):
             client.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
         assert time.monotonic() - started < NOTICE_S
-        client.forward_backward(batch(), LossSpec(name="grpo"))
+        client.forward_backward(batch(), GRPO)
         assert client.step().step == 1
 
 

@@ -9,6 +9,7 @@ from arctic_core.errors import InvalidStateError, UnsupportedOperation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
+GRPO = LossSpec(name="grpo", options={"on_policy": True})
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
 
 
@@ -50,7 +51,7 @@ def test_sampler_and_trainer_agree_at_every_step(ray_config, marked, zero_stage,
             batch = to_batch(PROMPTS, groups)
             scores = client.forward(batch, temperature=0.8)
             assert np.abs(scores.logprobs - batch.sampler_logprobs).max() <= 1e-4
-            client.forward_backward(batch, LossSpec(name="grpo"), temperature=0.8)
+            client.forward_backward(batch, GRPO, temperature=0.8)
             stepped = client.step()
             assert stepped.policy_version == step + 1
             assert stepped.grad_norm > 0
