@@ -35,7 +35,7 @@ def config_tables(model: type[BaseModel], without: str | None = None) -> str:
         if without and path.split(".")[0] == without:
             continue
         title = f"### `{path}`\n\n" if path else ""
-        summary = (nested.__doc__ or "").split("\n\n")[0].strip().replace("``", "`")
+        summary = plain((nested.__doc__ or "").split("\n\n")[0])
         rows = [row(name, field) for name, field in nested.model_fields.items()]
         sections.append(f"{title}{summary}\n\n" + "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]))
     return "\n\n".join(sections) + "\n"
@@ -61,8 +61,12 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 def row(name: str, field: FieldInfo) -> str:
     """One line of the table."""
-    meaning = " ".join((field.description or "").split()).replace("``", "`")
-    return f"| `{name}` | {escape(kind(field))} | {escape(default(field))} | {escape(meaning)} |"
+    return f"| `{name}` | {escape(kind(field))} | {escape(default(field))} | {escape(plain(field.description or ''))} |"
+
+
+def plain(text: str) -> str:
+    """One line of Markdown from a docstring."""
+    return re.sub(r":\w+:(?=`)", "", " ".join(text.split()).replace("``", "`"))
 
 
 def kind(field: FieldInfo) -> str:

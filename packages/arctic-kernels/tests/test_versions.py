@@ -124,7 +124,7 @@ def test_checking_imports_neither_torch_nor_its_companions():
 
 def test_the_compatibility_page_shows_the_data():
     page = (ROOT / "docs" / "compatibility.md").read_text()
-    assert versions.table() in page, "docs/compatibility.md is stale: run `python docs/generate.py`"
+    assert versions.table() in page, "docs/compatibility.md is stale: run `.nox/dev/bin/python docs/generate.py`"
 
 
 def test_the_lock_is_a_tested_stack():
