@@ -45,8 +45,8 @@ def make_tiny_model(
         initializer_range=initializer_range,
         tie_word_embeddings=tie_embeddings,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

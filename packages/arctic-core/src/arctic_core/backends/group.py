@@ -10,7 +10,7 @@ Suffix legend: ``_R`` response-token axis of a packed batch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,7 +182,7 @@ class TrainerGroup(LogProbGroup):
 class SamplerGroup(EngineGroup):
     """Spreads prompts over replicas. The rollouts of one group go to one replica, which then shares their prefix."""
 
-    async def generate(self, jobs: Sequence[SampleJob], groups: Sequence[int]) -> AsyncIterator[tuple[int, Completion]]:
+    async def generate(self, jobs: Sequence[SampleJob], groups: Sequence[int]) -> AsyncGenerator[tuple[int, Completion], None]:
         """Yield ``(job index, completion)`` as completions finish.
 
         Args:
@@ -225,7 +225,7 @@ async def _pump(rank: Rank, indices: list[int], jobs: list[SampleJob], queue: as
     except Exception as error:  # handed to the consumer, which raises it
         queue.put_nowait(error)
     finally:
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
 
 
 class Divisor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,7 +34,7 @@ class Rank(abc.ABC):
         """
 
     @abc.abstractmethod
-    def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+    def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         """Iterate over an engine method that is an asynchronous generator; closing the iterator stops it."""
 
     @abc.abstractmethod
@@ -71,7 +71,7 @@ class LocalRank(Rank):
             kind = EngineStartError if method == "start" else EngineError
             raise kind(f"{method} failed: {type(error).__name__}: {error}", where=self.label) from error
 
-    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         async for item in getattr(self.engine, method)(*args):
             yield item
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -122,7 +122,7 @@ class ArcticService:
             return await self._ledger.once((request.session, request.sequence), lambda: self._answer(request))
         return await self._answer(request)
 
-    async def stream(self, request: p.Request) -> AsyncIterator[p.Reply]:
+    async def stream(self, request: p.Request) -> AsyncGenerator[p.Reply, None]:
         """Answer a :class:`Generate` item by item, then :class:`Done`. Closing the iterator aborts what still runs."""
         try:
             self._check(request)
@@ -212,7 +212,7 @@ class ArcticService:
                 rows[item.prompt][item.index] = item.completion
         return p.Generated(completions=tuple(tuple(c for c in row if c is not None) for row in rows))
 
-    async def _run_generation(self, op: p.Generate) -> AsyncIterator[p.CompletionReady]:
+    async def _run_generation(self, op: p.Generate) -> AsyncGenerator[p.CompletionReady, None]:
         engine = self._engines.get("sampler", "generate")
         group = engine.group
         assert isinstance(group, SamplerGroup)
@@ -366,7 +366,7 @@ class ArcticService:
                 yield
 
     @contextlib.contextmanager
-    def _watching(self, engine: RunningEngine) -> Any:
+    def _watching(self, engine: RunningEngine) -> Iterator[None]:
         """Remember the death of an engine, and one that is stuck past its deadline."""
         try:
             yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, Literal
 
 import ray
@@ -112,7 +112,7 @@ class RayRank(Rank):
         """Node, pid, device."""
         return await self._wait(self.actor.where.remote(), "where", deadline_s)
 
-    async def stream(self, method: str, *args: Any) -> AsyncIterator[Any]:
+    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         generator = self.actor.stream.options(num_returns="streaming").remote(method, args)
         try:
             async for ref in generator:
@@ -234,6 +234,7 @@ class RayLauncher(Launcher):
 
     def _create(self, seat: Seat, ranks: int) -> RayRank:
         assert self._plan is not None
+        assert self._group is not None
         options: dict[str, Any] = {
             "num_cpus": self._plan.cpus_per_bundle * seat.share,
             "num_gpus": seat.share if self._plan.device == "cuda" else 0,
