@@ -12,6 +12,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+"""Special tokens; their ids are their places."""
 _CORPUS = ["user assistant system what is the sum of one two three and four ? answer: 0 1 2 3 4 5 6 7 8 9 + - ="] * 20
 
 
@@ -45,8 +47,8 @@ def make_tiny_model(
         initializer_range=initializer_range,
         tie_word_embeddings=tie_embeddings,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        eos_token_id=_SPECIAL.index("<|im_end|>"),
+        pad_token_id=_SPECIAL.index("<|endoftext|>"),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -65,7 +67,7 @@ def _tokenizer():  # noqa: ANN202 - transformers is imported lazily
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=512,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=_SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     raw.train_from_iterator(_CORPUS, trainer)
