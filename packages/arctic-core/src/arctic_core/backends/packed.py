@@ -103,7 +103,7 @@ class PackedEngine(LogProb):
         return ScoringModule(model)
 
     def _pack(self, batch: Batch, temperature: float | None) -> PackedInputs:
-        bad = np.flatnonzero((batch.token_ids < 0) | (batch.token_ids >= self._vocabulary))
+        bad = np.flatnonzero(batch.token_ids >= self._vocabulary)
         if bad.size:
             sample = int(np.searchsorted(batch.cu_seqlens, bad[0], side="right")) - 1
             raise DataError(

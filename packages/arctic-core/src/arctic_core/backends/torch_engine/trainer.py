@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -76,20 +76,17 @@ class TorchTrainer(PackedTrainer):
         for master in self._masters.values():
             if master.grad is None:  # e.g. an expert no token was routed to: its moments still decay
                 master.grad = torch.zeros_like(master)
-            gradients.append(master.grad)
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / divisor
-        if math.isfinite(norm):
-            scale = 1.0 / divisor
+            gradients.append(master.grad.div_(divisor))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if torch.isfinite(norm):
             if max_grad_norm:
-                scale *= min(1.0, max_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-            for gradient in gradients:
-                gradient.mul_(scale)
+                torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
             self._publish_masters()
         self._drop_gradients()
-        return norm
+        return norm.item()
 
     def _drop_gradients(self) -> None:
         for tensor in (*self._parameters.values(), *self._masters.values()):
@@ -190,7 +187,7 @@ def _read(file: Path, expected: dict[str, torch.Size], *, optional: bool) -> dic
     """Tensors of a file that has just these shapes, or, where ``optional``, none (saved before the first step)."""
     try:
         tensors = load_file(file)
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(file)) from error
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != expected and not (optional and not shapes):
