@@ -168,6 +168,7 @@ def test_gguf_is_converted_once_and_reloads_identically(tmp_path: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     reference = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     chat = [{"role": "system", "content": "Reply with the number only."}, {"role": "user", "content": "What is 3 + 4?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

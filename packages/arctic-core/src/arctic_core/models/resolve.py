@@ -17,7 +17,7 @@ from arctic_core.errors import DeadlineExceeded, MissingExtraError, ModelNotFoun
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # no pickled weights, no code
 _LOCK_SECONDS = 900.0
-_LAYOUT = "v1"  # part of the cache key; raised when the converter writes something else
+_LAYOUT = "v2"  # part of the cache key; raised when the converter writes something else
 
 
 def resolve_model(name: str, *, cache_dir: str | None = None) -> str:
@@ -127,6 +127,7 @@ def _convert(gguf: Path, target: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+        special = _special_tokens(gguf)
     except ImportError as error:
         raise MissingExtraError(
             f"converting {gguf.name} failed: {error}", remedy='pip install "arctic-core[train]" gguf'
@@ -135,10 +136,25 @@ def _convert(gguf: Path, target: Path) -> None:
         raise UnsupportedModelError(
             f"transformers cannot read {gguf.name}: {error}", remedy="use the model's safetensors release"
         ) from error
-    model.config.eos_token_id = tokenizer.eos_token_id
-    # A chat model ends its turn with the tokenizer's end token, whatever the file's own settings say.
+    for role in ("bos", "eos", "pad", "unk"):
+        if role in special:
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(special[role]))
+            setattr(model.config, f"{role}_token_id", special[role])
+    ends = list(dict.fromkeys(special[role] for role in ("eos", "eot") if role in special))
     model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        bos_token_id=special.get("bos"),
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        pad_token_id=special.get("pad"),
     )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def _special_tokens(gguf: Path) -> dict[str, int]:
+    """Ids of the special tokens as the file states them (transformers' reader can mistake the first for the last)."""
+    from gguf import GGUFReader
+
+    keys = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "unknown"}
+    fields = GGUFReader(gguf).fields
+    found = {role: fields.get(f"tokenizer.ggml.{key}_token_id") for role, key in keys.items()}
+    return {role: int(field.contents()) for role, field in found.items() if field is not None}
