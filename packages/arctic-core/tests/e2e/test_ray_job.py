@@ -32,9 +32,12 @@ def to_batch(prompts, groups) -> Batch:
     return Batch.from_samples(rows)
 
 
-@pytest.mark.parametrize(("zero_stage", "ranks"), [(0, 1), (3, 1), (0, 2), (3, 2)])
-def test_sampler_and_trainer_agree_at_every_step(ray_config, marked, zero_stage, ranks):
+@pytest.mark.parametrize(
+    ("zero_stage", "ranks", "tied"), [(0, 1, True), (3, 1, False), (0, 2, False), (3, 2, True)], ids=str
+)
+def test_sampler_and_trainer_agree_at_every_step(ray_config, tiny_model, tiny_tied_model, marked, zero_stage, ranks, tied):
     config = ray_config(
+        model_name=tiny_tied_model if tied else tiny_model,
         training_gpus=ranks,
         training={"optimizer": {"lr": 1e-2}, "zero_stage": zero_stage},
         weight_sync={"bucket_bytes": 30_000, "probe_tolerance": 1e-4},
