@@ -135,13 +135,13 @@ def test_a_failed_close_is_told_and_leaves_no_thread() -> None:
 # --- processes ------------------------------------------------------------------------------------------------------------
 
 PRELUDE = """
-import asyncio, sys, time
+import asyncio, os, sys, time
 from arctic_core import ArcticRLClientConfig, MockTransport, Stepped, create_arctic_rl_client
 config = ArcticRLClientConfig(model_name="m", training_gpus=1)
 stepped = Stepped(grad_norm=1.0, lr=0.1, step=1, policy_version=1)
 
 def say(text):
-    print(text, flush=True)
+    os.write(1, f"{text}\\n".encode())  # one write, or lines of two threads would mix
 """
 
 
