@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -48,8 +49,16 @@ class DeepSpeedRank(PackedEngine):
 
     def _initialize(self, module: nn.Module, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> Any:
         assert self._deepspeed is not None
-        with environment({}):
-            engine, *_ = self._deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+        log = self._deepspeed.utils.logger
+        level = log.level
+        log.setLevel(logging.ERROR)  # it warns of optimizers it has no test for; ours is torch's AdamW
+        try:
+            with environment({}):
+                engine, *_ = self._deepspeed.initialize(
+                    model=module, optimizer=optimizer, config=config, dist_init_required=False
+                )
+        finally:
+            log.setLevel(level)
         self._engines.append(engine)
         if self.spec.world_size > 1:
             limit_waits(engine.seq_data_parallel_group, self.spec.config.deadlines.request)

@@ -9,7 +9,6 @@ lives is ``LOCAL_RANK``, which ZeRO 3 reads in every forward pass.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import warnings
@@ -25,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from arctic_core.backends.base import RankSpec
 from arctic_core.backends.deepspeed_engine.rendezvous import meet
-from arctic_core.errors import DeadlineExceeded, EngineStartError
+from arctic_core.errors import DeadlineExceeded, EngineStartError, UnsupportedVersionError
 
 LOCAL_RANK = "LOCAL_RANK"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -68,6 +67,7 @@ def load_deepspeed(device: str) -> ModuleType:
 
     Raises:
         EngineStartError: DeepSpeed already runs on another device in this process.
+        UnsupportedVersionError: This DeepSpeed is too old.
     """
     with environment({"DS_ACCELERATOR": device}):
         import deepspeed
@@ -79,10 +79,13 @@ def load_deepspeed(device: str) -> ModuleType:
             f"DeepSpeed runs on {running} in this process already, {device} is asked for",
             remedy="run engines of different devices in different processes",
         )
+    if not hasattr(deepspeed.DeepSpeedEngine, "managed_gradient_accumulation"):  # an unknown setting would just be ignored
+        raise UnsupportedVersionError(
+            f"deepspeed {deepspeed.__version__} has no unmanaged gradient accumulation",
+            remedy='pip install -U "deepspeed>=0.19.8"',
+        )
     # Without this the first communication compiles a shared-memory operator for about two minutes; gloo needs none of it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if deepspeed.utils.logger.level == logging.INFO:  # its default: a line for every buffer and setting
-        deepspeed.utils.logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
     return deepspeed
 

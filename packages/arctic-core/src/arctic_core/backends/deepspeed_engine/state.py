@@ -156,9 +156,7 @@ class ShardReader:
         different = sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name))
         if different:
             text = ", ".join(f"{name}: {found.get(name)} instead of {shapes.get(name)}" for name in different[:5])
-            raise CheckpointError(
-                f"{len(different)} tensors of the {prefix} missing, unexpected or mis-shaped: {text}", where=str(directory)
-            )
+            raise CheckpointError(f"missing, unexpected or mis-shaped {prefix}: {text}", where=str(directory))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """In the order of names, which is that of all ranks."""
