@@ -63,7 +63,12 @@ class SyncWorkerExtension:
 
     def arctic_sync_load(self) -> str:
         """Load the staged weights. A failure here leaves the model in between."""
-        return _answer(lambda: self.reload_weights(weights_iterator=self._arctic_begun().tensors(), is_checkpoint_format=True))
+
+        def work() -> None:
+            self.reload_weights(weights_iterator=self._arctic_begun().tensors(), is_checkpoint_format=True)
+            _process_tied_heads(self.get_model())
+
+        return _answer(work)
 
     def arctic_sync_abandon(self) -> str:
         """Unmap all buckets. Idempotent."""
