@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from arctic_core.models.quiet import no_progress_bars
+
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -42,7 +44,8 @@ def write_hf_folder(
         Number of tensors and bytes written.
     """
     state = {name: value.detach().to("cpu").contiguous() for name, value in parameters.items()}
-    model.save_pretrained(directory, state_dict=state)
+    with no_progress_bars():
+        model.save_pretrained(directory, state_dict=state)
     for pattern in _TOKENIZER_FILES:
         for file in Path(source).glob(pattern):
             shutil.copyfile(file, directory / file.name)

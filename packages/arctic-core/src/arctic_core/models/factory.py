@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 
 from arctic_core.errors import ModelNotFoundError, UnsupportedModelError
+from arctic_core.models.loading import LOADING
 from arctic_core.models.packed_attention import PACKED_ATTENTION
+from arctic_core.models.quiet import no_progress_bars
 from arctic_core.models.resolve import resolve_model
 from arctic_core.sync.plan import TensorMeta
 
@@ -78,14 +80,15 @@ def load_causal_lm(
     config = _load_config(path)
     _check_config(config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=_without_dropout(config),
-            dtype=torch_dtype(dtype),
-            attn_implementation=PACKED_ATTENTION,
-            use_safetensors=True,
-            local_files_only=True,
-        )
+        with LOADING, no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=_without_dropout(config),
+                dtype=torch_dtype(dtype),
+                attn_implementation=PACKED_ATTENTION,
+                use_safetensors=True,
+                local_files_only=True,
+            )
     except ValueError as error:  # no causal LM of that type, or no attention interface
         raise UnsupportedModelError(f"transformers cannot load it: {error}", where=path) from error
     except OSError as error:
@@ -146,9 +149,9 @@ def checkpoint_manifest(path: str, dtype: str = "float32") -> CheckpointManifest
         path: Local folder from :func:`resolve_model`.
         dtype: Type recorded for every tensor.
     """
-    with torch.device("meta"):
+    with LOADING, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(_load_config(path))
-    model.tie_weights()
+        model.tie_weights()
     return manifest_of(model, dtype)
 
 

@@ -13,6 +13,8 @@ import uuid
 from pathlib import Path
 
 from arctic_core.errors import DeadlineExceeded, MissingExtraError, ModelNotFoundError, UnsupportedModelError
+from arctic_core.models.loading import LOADING
+from arctic_core.models.quiet import no_progress_bars
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # no pickled weights, no code
@@ -126,7 +128,8 @@ def _convert(gguf: Path, target: Path) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+        with LOADING, no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
         special = _special_tokens(gguf)
     except ImportError as error:
         raise MissingExtraError(
@@ -146,7 +149,8 @@ def _convert(gguf: Path, target: Path) -> None:
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
         pad_token_id=special.get("pad"),
     )
-    model.save_pretrained(target)
+    with no_progress_bars():
+        model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 

@@ -1,0 +1,20 @@
+"""Keeps transformers' progress bars out of programs that have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Loading and saving inside draws no bars; the user's setting is put back at the end."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
