@@ -35,6 +35,7 @@ from arctic_core.errors import (
     WeightSyncError,
 )
 from arctic_core.models.factory import CheckpointManifest, manifest_of
+from arctic_core.models.loading import LOADING
 from arctic_core.plugins.manager import get_registry
 from arctic_core.protocol import Completion
 from arctic_core.sync.plan import BucketRef, WeightPlan
@@ -286,7 +287,8 @@ class TransformersSampler(Sampler):
 def _load(spec: RankSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     dtype = getattr(torch, spec.dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype)
+        with LOADING:
+            model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
     except OSError as error:
         raise ModelNotFoundError(f"the model cannot be read: {error}", where=spec.model_path) from error
