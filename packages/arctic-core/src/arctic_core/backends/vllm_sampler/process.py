@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,8 +75,8 @@ class EngineProcess:
         if engine is not None:
             _stop_reading(engine)
             engine.shutdown(timeout=min(_GRACE_S, deadline_s / 2))
-            del engine
-            gc.collect()  # it is in a reference cycle, and its finaliser fails noisily when it runs at interpreter exit
+            # Its finaliser calls this again; at interpreter exit, with vLLM's modules gone, that would print a traceback.
+            engine.shutdown = lambda timeout=None: None
         folder, self._folder = self._folder, None
         if folder is not None:
             _kill([*self._family, *_processes(folder.name)])
