@@ -28,6 +28,11 @@ DEADLINE = 120.0
 STAGES = (0, 1, 2, 3)
 
 
+def slow(*values: Any) -> Any:
+    """A parameter set left to the end-to-end runs."""
+    return pytest.param(*values, marks=pytest.mark.e2e)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Wide enough that ZeRO 3 really shards the large matrices (it keeps tensors below 100 000 elements whole)."""
@@ -132,12 +137,13 @@ def check_life(result: dict[str, Any], oracle: dict[str, Any], folder: Path) -> 
     assert not result["member"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
 def test_one_rank_equals_the_oracle(stage: int, model: str, oracle: dict[str, Any], tmp_path: Path) -> None:
     """Three optimizer steps, non-finite gradients, resuming in the middle and at the start, export, and no traces left."""
     check_life(life(Case(model, stage=stage), tmp_path), oracle, tmp_path)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizer_offload_equals_the_oracle(stage: int, model: str, oracle: dict[str, Any], tmp_path: Path) -> None:
     case = Case(model, stage=stage, training={"offload_optimizer": True, "gradient_checkpointing": True})
@@ -231,7 +237,7 @@ def gradient_of(case: Case, parts: list[list[int]]) -> dict[str, np.ndarray]:
     return {name: after[name] - before[name] for name in before}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, slow(3)])
 def test_the_gradient_does_not_depend_on_micro_batches_or_order(stage: int, tiny_model: str) -> None:
     case = Case(tiny_model, stage=stage, optimizer=SHOW_GRADIENT)
     reference = gradient_of(Case(tiny_model, engine="torch", optimizer=SHOW_GRADIENT), [list(range(7))])
@@ -255,8 +261,7 @@ def test_tied_weights_are_exported_once(tiny_tied_model: str, tmp_path: Path) ->
     assert ("lm_head.weight" in names) != ("model.embed_tokens.weight" in names)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("stage", "dtype"), [slow(0, "float32"), (3, "float32"), slow(0, "bfloat16"), slow(3, "bfloat16")])
 def test_log_prob_engine_beside_a_trainer(stage: int, dtype: Any, model: str) -> None:
     """Two engines of one process; the reference does not move with the policy, and outlives the trainer."""
     from arctic_core.backends.deepspeed_engine.log_prob import DeepSpeedLogProb
