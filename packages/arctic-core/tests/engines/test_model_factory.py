@@ -73,6 +73,27 @@ def test_patches_run_in_order_and_only_where_they_apply(tiny_model: str) -> None
     assert seen == ["early", "late"]
 
 
+class Leak(torch.nn.Module):
+    """Mixes all tokens of the row, as a recurrent layer would."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + x.cumsum(dim=1)
+
+
+def test_a_model_whose_samples_see_each_other_is_refused(tiny_model: str) -> None:
+    def leak(model: transformers.PreTrainedModel) -> None:
+        model.model.layers[0].mlp = Leak(model.model.layers[0].mlp)
+
+    registry = PluginRegistry(points=[])
+    registry._definitions["arctic_model_patches"] = {"leak": (ModelPatch("leak", lambda model: True, leak), "test")}
+    with pytest.raises(UnsupportedModelError, match="see each other"):
+        load_causal_lm(tiny_model, dtype="bfloat16", device="cpu", registry=registry)
+
+
 def test_dropout_is_off(tmp_path: Path, tiny_model: str) -> None:
     for file in Path(tiny_model).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

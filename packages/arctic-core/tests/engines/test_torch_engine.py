@@ -14,6 +14,7 @@ from arctic_core.backends.torch_engine.log_prob import TorchLogProb
 from arctic_core.backends.torch_engine.trainer import TorchTrainer
 from arctic_core.batching import plan_batch
 from arctic_core.config import ArcticRLClientConfig
+from arctic_core.config.losses import SFTLossConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import (
     CheckpointError,
@@ -21,8 +22,11 @@ from arctic_core.errors import (
     DataError,
     InvalidStateError,
     NonFiniteError,
+    PluginError,
     UnsupportedOperation,
 )
+from arctic_core.losses.base import LossDefinition, LossInputs, LossOutput
+from arctic_core.losses.sft import sft_loss
 from arctic_core.plugins.manager import get_registry
 from arctic_core.protocol import RESTORE_ALL, LossSpec
 from safetensors.torch import load_file
@@ -202,8 +206,6 @@ def test_backward_with_weights_equals_forward_backward(start: Callable) -> None:
         outcome = other.forward([part], **ANYTHING)
         logp, entropy = (torch.from_numpy(x).requires_grad_() for x in (outcome.logprobs_R, outcome.entropy_R))
         fields = {f"{name}_R": torch.from_numpy(getattr(part, name)) for name in ("advantages", "old_logprobs", "ref_logprobs")}
-        from arctic_core.losses.base import LossInputs
-
         inputs = LossInputs(logp, entropy, torch.from_numpy(part.mask == 1), torch.from_numpy(part.cu_responses), **fields)
         definition.compute(inputs, definition.config_model.parse(dict(GRPO.options))).loss.backward()
         w.append(logp.grad.numpy())
@@ -254,6 +256,25 @@ def test_missing_fields_and_bad_options_are_named(start: Callable) -> None:
         trainer.forward_backward([batch], LossSpec(name="nope"), temperature=None)
     with pytest.raises(DataError, match="0 and 1 only"):
         trainer.forward_backward([batch.replace(loss_mask=np.full(54, 0.5))], GRPO, temperature=None)
+
+
+@pytest.mark.parametrize(
+    ("definition", "text"),
+    [
+        (LossDefinition("odd", SFTLossConfig, lambda inputs, c: LossOutput(inputs.logprobs_R)), r"shape \(54,\)"),
+        (LossDefinition("odd", SFTLossConfig, lambda inputs, c: LossOutput(torch.zeros(()))), "requires_grad=False"),
+        (LossDefinition("odd", SFTLossConfig, sft_loss, requires=("rewards",)), "'rewards'"),
+    ],
+)
+def test_a_plugins_loss_that_breaks_the_contract_is_named(
+    start: Callable, monkeypatch: pytest.MonkeyPatch, definition: LossDefinition, text: str
+) -> None:
+    trainer = start()
+    batch = make_batch(trainer)
+    monkeypatch.setitem(get_registry()._definitions["arctic_losses"], "odd", (definition, "test"))
+    with pytest.raises(PluginError, match=text) as caught:
+        trainer.forward_backward([batch], LossSpec(name="odd"), temperature=None)
+    assert "odd" in caught.value.where
 
 
 def test_a_nan_loss_drops_the_gradient_and_changes_nothing(start: Callable) -> None:
