@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from arctic_core.backends.base import EngineReport, LogProb, ScoreOutcome, StepOutcome, Trainer
+from arctic_core.backends.losses import check_loss_batch, checked_scalar, loss_inputs, weighted_sum
 from arctic_core.backends.memory import resident_bytes
-from arctic_core.data import TOKEN_FIELDS, Batch
-from arctic_core.errors import CheckpointError, DataError, InvalidStateError, NonFiniteError, PluginError
-from arctic_core.losses.base import LossDefinition, LossInputs
+from arctic_core.data import Batch
+from arctic_core.errors import CheckpointError, DataError, InvalidStateError, NonFiniteError
 from arctic_core.models.export import host_bytes, write_hf_folder
 from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, load_causal_lm, manifest_of, resolve_model
 from arctic_core.models.scoring import PackedInputs, ScoringModule, pack
@@ -227,16 +227,16 @@ class PackedTrainer(PackedEngine, Trainer):
         options = definition.config_model.parse(dict(loss.options), where=f"loss {loss.name!r}")
         required = (*definition.requires, *definition.requires_for(options))
         for batch in micro_batches:
-            _check_loss_batch(batch, loss.name, required)
+            check_loss_batch(batch, loss.name, required)
         entropy = definition.needs_entropy(options)
         metrics: dict[str, Metric] = {}
 
         def compute(batch: Batch, logprobs_R: torch.Tensor, entropy_R: torch.Tensor | None) -> torch.Tensor:
-            output = definition.compute(_loss_inputs(batch, required, logprobs_R, entropy_R), options)
+            output = definition.compute(loss_inputs(batch, required, logprobs_R, entropy_R), options)
             for name, (total, count) in output.metrics.items():
                 metric = Metric(sum=float(total), count=float(count))
                 metrics[name] = metrics[name] + metric if name in metrics else metric
-            return _checked_scalar(output.loss, definition)
+            return checked_scalar(output.loss, definition)
 
         self._accumulate(micro_batches, entropy, temperature, compute)
         return metrics
@@ -260,8 +260,8 @@ class PackedTrainer(PackedEngine, Trainer):
 
         def compute(batch: Batch, logprobs_R: torch.Tensor, entropy_R: torch.Tensor | None) -> torch.Tensor:
             w_R, v_R = next(pending)
-            total = _weighted_sum(w_R, logprobs_R)
-            return total if v_R is None or entropy_R is None else total + _weighted_sum(v_R, entropy_R)
+            total = weighted_sum(w_R, logprobs_R)
+            return total if v_R is None or entropy_R is None else total + weighted_sum(v_R, entropy_R)
 
         self._accumulate(micro_batches, grad_entropy is not None, temperature, compute)
 
@@ -389,51 +389,6 @@ class PackedTrainer(PackedEngine, Trainer):
 def memory_bytes(device: str) -> int:
     """Memory held by this process: device memory on GPU, resident memory on CPU."""
     return torch.cuda.memory_reserved() if device == "cuda" else resident_bytes([os.getpid()])
-
-
-def _check_loss_batch(batch: Batch, loss: str, required: Sequence[str]) -> None:
-    for name in required:
-        if name not in TOKEN_FIELDS:
-            raise PluginError(f"requires a field {name!r} that samples do not have", where=f"loss {loss!r}")
-        if len(batch) and getattr(batch, name) is None:
-            raise DataError(f"the loss {loss!r} needs {name}", where=f"batch.{name}", remedy="set it on every sample")
-    mask = batch.mask
-    if not ((mask == 0) | (mask == 1)).all():
-        raise DataError("a loss mask holds 0 and 1 only", where="batch.loss_mask", remedy="put weights into the advantages")
-
-
-def _loss_inputs(batch: Batch, required: Sequence[str], logprobs_R: torch.Tensor, entropy_R: torch.Tensor | None) -> LossInputs:
-    device = logprobs_R.device
-    fields: dict[str, torch.Tensor] = {}
-    for name in TOKEN_FIELDS:
-        value = getattr(batch, name)
-        if value is None and name in required:  # an empty batch: nothing to say, but a tensor to say it with
-            value = np.zeros(0, np.float32)
-        if value is not None and name != "loss_mask":
-            fields[f"{name}_R"] = torch.from_numpy(value.copy()).to(device)
-    return LossInputs(
-        logprobs_R=logprobs_R,
-        entropy_R=entropy_R,
-        mask_R=torch.from_numpy(batch.mask == 1).to(device),
-        cu_seqlens_B=torch.from_numpy(batch.cu_responses).to(device),
-        **fields,
-    )
-
-
-def _checked_scalar(loss: torch.Tensor, definition: LossDefinition) -> torch.Tensor:
-    if loss.ndim != 0 or not loss.requires_grad:
-        raise PluginError(
-            f"returned shape {tuple(loss.shape)} (requires_grad={loss.requires_grad})",
-            where=f"loss {definition.name!r}",
-            remedy="a loss is a scalar computed from logprobs_R or entropy_R, even where nothing is trained",
-        )
-    return loss
-
-
-def _weighted_sum(weights_R: np.ndarray, values_R: torch.Tensor) -> torch.Tensor:
-    """``Σ w·x`` in which a zero weight silences a value of −inf."""
-    w_R = torch.from_numpy(np.array(weights_R, np.float32)).to(values_R.device)
-    return (w_R * values_R.masked_fill(w_R == 0, 0.0)).sum()
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
