@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from rich.console import Console
@@ -48,3 +49,5 @@ def quiet_libraries() -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
     }.items():
         os.environ.setdefault(name, value)
+    for name in ("ray", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)

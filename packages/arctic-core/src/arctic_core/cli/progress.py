@@ -81,7 +81,8 @@ class TrainView:
         self._progress.update(self._task, completed=record.step, figures=figures)
         if record.step == self._first + 1:
             console.out.print(_HEADER, style="dim", highlight=False)
-        console.out.print(_step_line(record, self._total, None if self._live else remaining * pace), highlight=False, soft_wrap=True)
+        line = _step_line(record, self._total, None if self._live else remaining * pace)
+        console.out.print(line, highlight=False, soft_wrap=True)
 
     def saved(self, path: Path) -> None:
         """Mention the file."""
