@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from arctic_core import Batch, LossSpec, Sample, SamplingParams, create_arctic_rl_client
-from arctic_core.errors import ConfigError, EngineDiedError, EngineStartError, ModelNotFoundError
+from arctic_core.errors import ConfigError, DataError, EngineDiedError, EngineStartError, ModelNotFoundError
 
 from .conftest import wait_until_gone
 
@@ -33,8 +33,14 @@ def pid_of(client, engine: str, rank: int = 0) -> int:
     return next(place.pid for place in client.info().placement if (place.engine, place.rank) == (engine, rank))
 
 
-def test_a_killed_trainer_rank_is_noticed(ray_config, marked):
-    with create_arctic_rl_client(ray_config(training_gpus=2, sampling_gpus=0)) as client:
+def test_a_refused_batch_does_no_harm_and_a_killed_trainer_rank_is_noticed(ray_config, marked):
+    training = {"zero_stage": 3, "optimizer": {"lr": 1e-2}}
+    with create_arctic_rl_client(ray_config(training_gpus=2, sampling_gpus=0, training=training)) as client:
+        foreign = Batch.from_samples([*batch().samples(), Sample(token_ids=[1, 99_999], prompt_length=1, advantages=[1.0])])
+        with pytest.raises(DataError, match="token id 99999"):  # on one rank; the other must not wait for it
+            client.forward_backward(foreign, GRPO)
+        client.forward_backward(batch(), GRPO)
+        assert client.step().step == 1
         client.forward_backward(batch(), GRPO)
         os.kill(pid_of(client, "trainer", 1), signal.SIGKILL)
         started = time.monotonic()

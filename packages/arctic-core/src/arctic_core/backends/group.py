@@ -10,7 +10,8 @@ Suffix legend: ``_R`` response-token axis of a packed batch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from arctic_core.backends.base import EngineReport, SampleJob, ScoreOutcome, Ste
 from arctic_core.backends.rank import Rank
 from arctic_core.batching import BatchPlan, plan_batch
 from arctic_core.data import Batch
-from arctic_core.errors import EngineDiedError, InvalidStateError, NonFiniteError
+from arctic_core.errors import ArcticError, ConfigError, DataError, EngineDiedError, EngineError, InvalidStateError
 from arctic_core.protocol import Completion, LossSpec, Metric, RestorePart, Scores
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
@@ -57,16 +58,16 @@ class EngineGroup:
         ]
         try:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            failed = [task for task in tasks if task in done and task.exception()]
-            if failed and pending:
-                _, pending = await asyncio.wait(pending, timeout=STRAGGLER_GRACE_S)
+            if pending:
+                late, pending = await asyncio.wait(pending, timeout=STRAGGLER_GRACE_S)
+                done |= late
         finally:
             for task in tasks:
                 task.cancel()
-        if not failed:
+        errors = [error for task in tasks if task in done and (error := task.exception())]
+        if not errors:
             return [task.result() for task in tasks]
-        error = failed[0].exception()
-        assert error is not None
+        error = min(errors, key=_secondary)
         if pending and not isinstance(error, EngineDiedError):
             raise EngineDiedError(
                 f"{method} failed on one rank while {len(pending)} others wait for it: {error}",
@@ -127,13 +128,10 @@ class TrainerGroup(LogProbGroup):
         """
         counted = self._divisor.with_loss(batch, loss)
         _, shards = self.shard(batch)
-        try:
+        async with self._dropping_on_failure():
             per_rank: list[dict[str, Metric]] = await self.each(
                 "forward_backward", [(shard, loss) for shard in shards], temperature=temperature
             )
-        except NonFiniteError:  # every rank has dropped its gradient
-            self._divisor = Divisor()
-            raise
         self._divisor = counted
         return add_metrics(per_rank)
 
@@ -150,8 +148,20 @@ class TrainerGroup(LogProbGroup):
             w = [_gather(weights, indices) for indices in rank]
             v = None if entropy_weights is None else [_gather(entropy_weights, indices) for indices in rank]
             args.append((shard, w, v))
-        await self.each("backward", args, temperature=temperature)
+        async with self._dropping_on_failure():
+            await self.each("backward", args, temperature=temperature)
         self._divisor = counted
+
+    @contextlib.asynccontextmanager
+    async def _dropping_on_failure(self) -> AsyncIterator[None]:
+        """What is refused leaves the gradient as it was; what fails half-way may have added a part of it, so all is dropped."""
+        try:
+            yield
+        except (ConfigError, DataError, EngineDiedError):
+            raise
+        except ArcticError:
+            await self.zero_grad()
+            raise
 
     async def step(self, *, lr: float | None, max_grad_norm: float | None) -> StepOutcome:
         """Divide once, clip, update, zero."""
@@ -266,6 +276,13 @@ class Divisor:
                 remedy="call forward_backward() or backward() first",
             )
         return self.count or 1.0
+
+
+def _secondary(error: BaseException) -> int:
+    """How much an error is a consequence of another rank's: a death explains most, a failed collective least."""
+    if isinstance(error, EngineDiedError):
+        return 0
+    return 2 if type(error) is EngineError else 1
 
 
 def add_metrics(parts: Sequence[dict[str, Metric]]) -> dict[str, Metric]:

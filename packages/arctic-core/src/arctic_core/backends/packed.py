@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from arctic_core.backends.base import EngineReport, LogProb, ScoreOutcome, StepO
 from arctic_core.backends.losses import check_loss_batch, checked_scalar, loss_inputs, weighted_sum
 from arctic_core.backends.memory import resident_bytes
 from arctic_core.data import Batch
-from arctic_core.errors import CheckpointError, DataError, InvalidStateError, NonFiniteError
+from arctic_core.errors import ArcticError, CheckpointError, DataError, EngineError, InvalidStateError, NonFiniteError
 from arctic_core.models.export import host_bytes, write_hf_folder
 from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, load_causal_lm, manifest_of, resolve_model
 from arctic_core.models.scoring import PackedInputs, ScoringModule, pack
@@ -34,6 +34,8 @@ from arctic_core.plugins.manager import get_registry
 from arctic_core.protocol import LossSpec, Metric, RestorePart
 from arctic_core.sync.carriers import WeightCarrier
 from arctic_core.sync.plan import BucketRef, WeightPlan
+
+T = TypeVar("T")
 
 STATE_FILE = "trainer.json"
 _FORMAT = 1
@@ -53,6 +55,10 @@ class PackedEngine(LogProb):
     @abc.abstractmethod
     def _build_frozen(self, module: ScoringModule) -> nn.Module:
         """Make a loaded module ready for scoring without gradients; the result is called like a :class:`ScoringModule`."""
+
+    def _all_ranks(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on every rank."""
+        return flag
 
     # --- engine -----------------------------------------------------------------------------------------------------
 
@@ -102,6 +108,21 @@ class PackedEngine(LogProb):
         self._vocabulary = model.config.get_text_config().vocab_size
         return ScoringModule(model)
 
+    def _agree(self, check: Callable[[], T]) -> T:
+        """Run a check that may refuse this rank's part. Where it does on one rank all raise: a rank that went on would wait
+        for the others for ever."""
+        try:
+            result = check()
+        except ArcticError:
+            self._all_ranks(False)
+            raise
+        if not self._all_ranks(True):
+            raise EngineError("another rank refused its part", where=self.where)
+        return result
+
+    def _pack_all(self, micro_batches: Sequence[Batch], temperature: float | None) -> list[PackedInputs]:
+        return self._agree(lambda: [self._pack(batch, temperature) for batch in micro_batches])
+
     def _pack(self, batch: Batch, temperature: float | None) -> PackedInputs:
         bad = np.flatnonzero(batch.token_ids >= self._vocabulary)
         if bad.size:
@@ -122,8 +143,8 @@ class PackedEngine(LogProb):
             raise InvalidStateError("there is no model to score with", where=self.where)
         module.eval()
         logprobs, entropies = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
-        for batch in micro_batches:
-            logprobs_R, entropy_R = module(self._pack(batch, temperature), entropy)
+        for inputs in self._pack_all(micro_batches, temperature):
+            logprobs_R, entropy_R = module(inputs, entropy)
             logprobs.append(logprobs_R.float().cpu().numpy())
             if entropy:
                 entropies.append(entropy_R.float().cpu().numpy())
@@ -180,10 +201,6 @@ class PackedTrainer(PackedEngine, Trainer):
     def _load_state(self, directory: Path, *, weights: bool, optimizer: bool) -> None:
         """Restore what :meth:`_save_state` wrote. Raises :class:`CheckpointError` before anything changed."""
 
-    def _all_ranks(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on every rank; ranks must agree to raise, or those that go on would wait for ever."""
-        return flag
-
     # --- engine -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -196,7 +213,7 @@ class PackedTrainer(PackedEngine, Trainer):
         self.manifest = manifest_of(self.module.model, self.spec.dtype)
         self.policy = self._build(self.module)
         if config.reference and config.log_prob_gpus == 0:
-            self._frozen = self._build_frozen(self._load_module(config.log_prob.model_name or self.spec.model_path))
+            self._frozen = self._build_frozen(self._load_module(self.spec.model_path))
 
     def stop(self) -> None:
         if hasattr(self, "_carriers"):
@@ -226,8 +243,7 @@ class PackedTrainer(PackedEngine, Trainer):
         definition = get_registry().loss(loss.name)
         options = definition.config_model.parse(dict(loss.options), where=f"loss {loss.name!r}")
         required = (*definition.requires, *definition.requires_for(options))
-        for batch in micro_batches:
-            check_loss_batch(batch, loss.name, required)
+        self._agree(lambda: [check_loss_batch(batch, loss.name, required) for batch in micro_batches])
         entropy = definition.needs_entropy(options)
         metrics: dict[str, Metric] = {}
 
@@ -272,21 +288,32 @@ class PackedTrainer(PackedEngine, Trainer):
         temperature: float | None,
         compute: Callable[[Batch, torch.Tensor, torch.Tensor | None], torch.Tensor],
     ) -> None:
+        packed = self._pack_all(micro_batches, temperature)
         self.policy.train()
-        for i, batch in enumerate(micro_batches):
-            scalar = compute(batch, *self.policy(self._pack(batch, temperature), entropy))
-            finite = math.isfinite(scalar.item())
-            if not self._all_ranks(finite):
+        for i, (batch, inputs) in enumerate(zip(micro_batches, packed, strict=True)):
+            outputs = self.policy(inputs, entropy)
+            scalar, problem = self._attempt(lambda: compute(batch, *outputs), i)  # noqa: B023 - called at once
+            if not self._all_ranks(problem is None) or scalar is None:
                 self.zero_grad()
-                raise NonFiniteError(
-                    f"the loss of micro-batch {i} is {scalar.item()}"
-                    if not finite
-                    else "the loss of another rank is not finite",
-                    where=self.where,
-                    remedy="the accumulated gradient was dropped; look for NaN or huge values in the batch's fields",
+                raise problem or EngineError(
+                    f"another rank failed at micro-batch {i}", where=self.where, remedy="the accumulated gradient was dropped"
                 )
             self._backward(scalar)
             self._accumulated = True
+
+    def _attempt(self, compute: Callable[[], torch.Tensor], index: int) -> tuple[torch.Tensor | None, Exception | None]:
+        """A loss, or why there is none; ranks agree on what to do before anything is raised."""
+        try:
+            scalar = compute()
+        except Exception as error:  # a stranger's loss may raise anything
+            return None, error
+        if math.isfinite(scalar.item()):
+            return scalar, None
+        return None, NonFiniteError(
+            f"the loss of micro-batch {index} is {scalar.item()}",
+            where=self.where,
+            remedy="the accumulated gradient was dropped; look for NaN or huge values in the batch's fields",
+        )
 
     def step(self, *, divisor: float, lr: float | None, max_grad_norm: float | None) -> StepOutcome:
         training = self.spec.config.training
