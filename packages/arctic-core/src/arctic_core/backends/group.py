@@ -20,7 +20,15 @@ from arctic_core.backends.base import EngineReport, SampleJob, ScoreOutcome, Ste
 from arctic_core.backends.rank import Rank
 from arctic_core.batching import BatchPlan, plan_batch
 from arctic_core.data import Batch
-from arctic_core.errors import ArcticError, ConfigError, DataError, EngineDiedError, EngineError, InvalidStateError
+from arctic_core.errors import (
+    ArcticError,
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    EngineDiedError,
+    EngineError,
+    InvalidStateError,
+)
 from arctic_core.protocol import Completion, LossSpec, Metric, RestorePart, Scores
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
@@ -37,6 +45,9 @@ class EngineGroup:
         ranks: Handles in rank order; their engines have been started.
         deadline_s: Longest wait for one call.
     """
+
+    straggler_grace_s: float | None = STRAGGLER_GRACE_S
+    """``None`` where ranks never wait for each other: each then has until its own deadline."""
 
     def __init__(self, ranks: Sequence[Rank], *, deadline_s: float) -> None:
         self.ranks = list(ranks)
@@ -59,7 +70,7 @@ class EngineGroup:
         try:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
-                late, pending = await asyncio.wait(pending, timeout=STRAGGLER_GRACE_S)
+                late, pending = await asyncio.wait(pending, timeout=self.straggler_grace_s)
                 done |= late
         finally:
             for task in tasks:
@@ -157,7 +168,7 @@ class TrainerGroup(LogProbGroup):
         """What is refused leaves the gradient as it was; what fails half-way may have added a part of it, so all is dropped."""
         try:
             yield
-        except (ConfigError, DataError, EngineDiedError):
+        except (ConfigError, DataError, EngineDiedError, DeadlineExceeded):  # the last two: the ranks are lost
             raise
         except ArcticError:
             await self.zero_grad()
@@ -185,12 +196,14 @@ class TrainerGroup(LogProbGroup):
 
     async def load(self, directory: str, restore: Sequence[RestorePart]) -> int:
         """Restore a checkpoint, dropping any accumulated gradient; returns the step number."""
-        self._divisor = Divisor()
+        await self.zero_grad()  # first, so that a checkpoint some rank refuses leaves none of it on any
         return (await self.everywhere("load", directory, restore))[0]
 
 
 class SamplerGroup(EngineGroup):
     """Spreads prompts over replicas. The rollouts of one group go to one replica, which then shares their prefix."""
+
+    straggler_grace_s = None
 
     async def generate(self, jobs: Sequence[SampleJob], groups: Sequence[int]) -> AsyncGenerator[tuple[int, Completion], None]:
         """Yield ``(job index, completion)`` as completions finish.
@@ -249,7 +262,7 @@ class Divisor:
         """Count a batch under a loss's normalization."""
         if loss.normalization == "constant":
             assert loss.constant is not None
-            return self._next(f"constant={loss.constant:g}", loss.constant - self.count)
+            return self._next(f"constant={loss.constant}", loss.constant - self.count)
         trained = [int(np.count_nonzero(mask)) for mask in batch.split(batch.mask)]
         count = sum(trained) if loss.normalization == "token" else sum(n > 0 for n in trained)
         return self._next(loss.normalization, count)

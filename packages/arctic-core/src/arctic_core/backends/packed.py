@@ -25,7 +25,16 @@ from arctic_core.backends.base import EngineReport, LogProb, ScoreOutcome, StepO
 from arctic_core.backends.losses import check_loss_batch, checked_scalar, loss_inputs, weighted_sum
 from arctic_core.backends.memory import resident_bytes
 from arctic_core.data import Batch
-from arctic_core.errors import ArcticError, CheckpointError, DataError, EngineError, InvalidStateError, NonFiniteError
+from arctic_core.errors import (
+    ArcticError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    InvalidStateError,
+    NonFiniteError,
+    PluginError,
+)
 from arctic_core.models.export import host_bytes, write_hf_folder
 from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, load_causal_lm, manifest_of, resolve_model
 from arctic_core.models.scoring import PackedInputs, ScoringModule, pack
@@ -305,6 +314,10 @@ class PackedTrainer(PackedEngine, Trainer):
         """A loss, or why there is none; ranks agree on what to do before anything is raised."""
         try:
             scalar = compute()
+        except (ConfigError, DataError) as error:  # not a refusal beforehand, which would leave the gradient as it was
+            return None, PluginError(
+                f"the loss failed at micro-batch {index}: {error.message}", where=error.where or self.where, remedy=error.remedy
+            )
         except Exception as error:  # a stranger's loss may raise anything
             return None, error
         if math.isfinite(scalar.item()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import inspect
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,15 +69,28 @@ class LocalRank(Rank):
         except TimeoutError:
             raise late(self.label, method, deadline_s) from None
         except Exception as error:  # an engine's libraries may raise anything; it crosses as a typed error
-            kind = EngineStartError if method == "start" else EngineError
-            raise kind(f"{method} failed: {type(error).__name__}: {error}", where=self.label) from error
+            raise self._typed(error, method) from error
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        async for item in getattr(self.engine, method)(*args):
-            yield item
+        try:
+            async with contextlib.aclosing(getattr(self.engine, method)(*args)) as items:
+                async for item in items:
+                    yield item
+        except ArcticError as error:
+            error.where = error.where or self.label
+            raise
+        except Exception as error:  # as in call
+            raise self._typed(error, method) from error
 
     async def report(self, deadline_s: float) -> EngineReport:
-        return await asyncio.wait_for(asyncio.to_thread(self.engine.report), deadline_s)
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self.engine.report), deadline_s)
+        except TimeoutError:
+            raise late(self.label, "report", deadline_s) from None
+
+    def _typed(self, error: Exception, method: str) -> EngineError:
+        kind = EngineStartError if method == "start" else EngineError
+        return kind(f"{method} failed: {type(error).__name__}: {error}", where=self.label)
 
     async def stop(self, deadline_s: float) -> None:
         if self._stopped:

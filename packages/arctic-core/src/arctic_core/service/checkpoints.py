@@ -28,8 +28,6 @@ async def save(
             where="save_checkpoint",
             remedy="call step() or zero_grad() first",
         )
-    writer = CheckpointWriter(op.path, step)
-    folder = await asyncio.to_thread(writer.begin)
     info = CheckpointInfo(
         policy_version=engine.state.policy_version,
         engine=engine.definition.name,
@@ -38,7 +36,9 @@ async def save(
         model=config.model_name,
         extra=op.extra,
     )
+    writer = CheckpointWriter(op.path, step)
     try:
+        folder = await asyncio.to_thread(writer.begin)
         await trainer.everywhere("save", str(folder))
         final = await asyncio.to_thread(writer.commit, info, op.keep_last)
     except BaseException:

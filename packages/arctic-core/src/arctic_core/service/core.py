@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import msgspec
 
 from arctic_core import protocol as p
 from arctic_core.backends.group import LogProbGroup, SamplerGroup, TrainerGroup
@@ -61,6 +64,7 @@ class ArcticService:
         self._engines = Engines(config, self._registry, self._launcher)
         self._ledger = Ledger()
         self._generations = generation.Admission(config.sampling.max_waiting)
+        self._serial = itertools.count(1)
         self._model_path = ""
         self._step = 0
         self._stopped = False
@@ -135,7 +139,7 @@ class ArcticService:
                 async for item in items:
                     yield p.Reply(sequence=request.sequence, body=item)
             yield p.Reply(sequence=request.sequence, body=p.Done())
-        except (ArcticError, TimeoutError) as error:
+        except Exception as error:  # as in _answer
             yield p.Reply(sequence=request.sequence, body=self._describe(error, request))
 
     async def _answer(self, request: p.Request) -> p.Reply:
@@ -216,7 +220,9 @@ class ArcticService:
         engine = self._engines.get("sampler", "generate")
         group = engine.group
         assert isinstance(group, SamplerGroup)
-        jobs, groups = generation.make_jobs(op, max_seq_len=self.config.max_seq_len)
+        # A client may send a generation again, or use a name twice: in the engines each has a name of its own.
+        named = msgspec.structs.replace(op, request_id=f"{op.request_id}/{next(self._serial)}")
+        jobs, groups = generation.make_jobs(named, max_seq_len=self.config.max_seq_len)
         async with self._generations.admit(len(jobs)):
             engine.state.require_fresh("generate")
             with self._watching(engine):
@@ -229,15 +235,14 @@ class ArcticService:
 
     async def _pause(self, op: p.Pause) -> p.Result:
         engine = self._engines.get("sampler", "pause")
-        if not engine.state.paused:
-            await self._on_sampler("pause", op.mode, self.config.deadlines.drain)
-            engine.state.paused = True
+        async with self._exclusive(engine, "pause"):
+            await weight_sync.pause(engine.group, engine.state, op.mode, self.config.deadlines.drain)
         return p.Done()
 
     async def _resume(self, op: p.Resume) -> p.Result:
         engine = self._engines.get("sampler", "resume")
-        if engine.state.paused:
-            await self._on_sampler("resume")
+        async with self._exclusive(engine, "resume"):
+            await engine.group.everywhere("resume")
             engine.state.paused = False
         return p.Done()
 
@@ -256,20 +261,20 @@ class ArcticService:
     async def _sync_weights(self, op: p.SyncWeights) -> p.Result:
         trainer = self._engines.get("trainer", "sync_weights")
         sampler = self._engines.get("sampler", "sync_weights")
-        async with self._training("sync_weights") as group, self._exclusive(sampler, "sync_weights"):
+        async with self._exclusive(trainer, "sync_weights"), self._exclusive(sampler, "sync_weights"):
             wanted = trainer.state.policy_version
             if sampler.state.policy_version == wanted and not sampler.state.stale and not op.force:
                 logger.warning("sync_weights: the sampler already serves policy version %d", wanted)
                 return p.SyncReport(version=wanted, tensors=0, bytes=0, seconds=0.0, carrier="", verified=(), skipped=True)
+            assert isinstance(trainer.group, TrainerGroup)
             assert isinstance(sampler.group, SamplerGroup)
             async with self._generations.hold():
                 return await weight_sync.sync_weights(
-                    group, sampler.group, sampler.state, self.config, version=wanted, probe=op.probe
+                    trainer.group, sampler.group, sampler.state, self.config, version=wanted, probe=op.probe
                 )
 
     async def _sleep(self, op: p.Sleep) -> p.Result:
         engine = self._engines.get(op.engine, "sleep")
-        self._require_capability(engine, "sleep")
         if op.level not in (1, 2):
             raise InvalidStateError(f"there is no sleep level {op.level}", where="sleep", remedy="use 1 or 2")
         if op.engine == "trainer" and op.level == 2:
@@ -288,7 +293,6 @@ class ArcticService:
 
     async def _wake(self, op: p.Wake) -> p.Result:
         engine = self._engines.get(op.engine, "wake")
-        self._require_capability(engine, "sleep")
         async with engine.lock:
             engine.state.require_alive("wake")
             if engine.state.sleep_level:
@@ -296,14 +300,6 @@ class ArcticService:
                     await engine.group.everywhere("wake_async" if op.engine == "sampler" else "wake")
                 engine.state.sleep_level = 0
         return p.Done()
-
-    def _require_capability(self, engine: RunningEngine, op: str) -> None:
-        if op not in engine.capabilities:
-            raise UnsupportedOperation(
-                f"the {engine.definition.name} {engine.state.name} cannot {op} on {self._launcher.device()}",
-                where=engine.state.name,
-                remedy="info().engines lists what each engine can do",
-            )
 
     # --- files -----------------------------------------------------------------------------------------------------------
 
@@ -317,9 +313,8 @@ class ArcticService:
             engine = self._engines.get("trainer", "load_checkpoint")
             loaded = await checkpoints.load(trainer, engine, op)
             self._step = loaded.step
-            if self._engines.has("sampler"):
-                state = self._engines.get("sampler", "load_checkpoint").state
-                state.stale = "the trainer has loaded a checkpoint the sampler does not serve"
+            if sampler := self._engines.state("sampler"):
+                sampler.stale = "the trainer has loaded a checkpoint the sampler does not serve"
             return loaded
 
     async def _export_hf(self, op: p.ExportHF) -> p.Result:
@@ -329,7 +324,7 @@ class ArcticService:
     # --- the rest ----------------------------------------------------------------------------------------------------------
 
     async def _info(self, op: p.GetInfo) -> p.Result:
-        trainer = self._engines.get("trainer", "info").state if self._engines.has("trainer") else None
+        trainer = self._engines.state("trainer")
         return p.Info(
             protocol_version=p.PROTOCOL_VERSION,
             job=self.name,

@@ -10,27 +10,11 @@ from arctic_core.backends.base import EngineDefinition
 from arctic_core.backends.group import EngineGroup, LogProbGroup, SamplerGroup, TrainerGroup
 from arctic_core.backends.rank import Rank
 from arctic_core.config.client import ArcticRLClientConfig
-from arctic_core.errors import ArcticError, DeadlineExceeded, UnsupportedOperation
+from arctic_core.errors import ArcticError, DeadlineExceeded, EngineDiedError, UnsupportedOperation
 from arctic_core.plugins.manager import PluginRegistry
 from arctic_core.protocol import EngineInfo, EngineName
 from arctic_core.service.launch import Launcher, count_ranks
 from arctic_core.service.state import EngineState
-
-#: Operations that each engine makes possible, whatever its implementation.
-OPERATIONS: dict[EngineName, tuple[str, ...]] = {
-    "trainer": (
-        "forward",
-        "forward_backward",
-        "backward",
-        "step",
-        "zero_grad",
-        "save_checkpoint",
-        "load_checkpoint",
-        "export_hf",
-    ),
-    "sampler": ("generate", "reset_prefix_cache", "pause", "resume", "abort"),
-    "log_prob": ("forward",),
-}
 
 
 @dataclass
@@ -106,32 +90,43 @@ class Engines:
         self._running[name] = RunningEngine(group, EngineState(name), definition, capabilities)
 
     def get(self, name: EngineName, op: str) -> RunningEngine:
-        """An engine of the job; raises :class:`UnsupportedOperation` where the job has none."""
+        """An engine of the job; raises :class:`UnsupportedOperation` where the job has none, or one that cannot do ``op``."""
         if name not in self._running:
             setting = {"trainer": "training_gpus", "sampler": "sampling_gpus", "log_prob": "log_prob_gpus"}[name]
             raise UnsupportedOperation(f"{op} needs a {name}, this job has none", where=name, remedy=f"set {setting}")
-        return self._running[name]
+        engine = self._running[name]
+        if op not in engine.capabilities:
+            raise UnsupportedOperation(
+                f"the {engine.definition.name} {name} cannot {op} on {self._launcher.device()}",
+                where=name,
+                remedy="info().engines lists what each engine can do",
+            )
+        return engine
 
     def has(self, name: EngineName) -> bool:
         """Whether the job has this engine."""
         return name in self._running
 
+    def state(self, name: EngineName) -> EngineState | None:
+        """The state of an engine, ``None`` where the job has none."""
+        return self._running[name].state if name in self._running else None
+
     def capabilities(self) -> tuple[str, ...]:
         """Operations the job's engines can carry out."""
-        ops = {"info", "shutdown"}
-        for name, engine in self._running.items():
-            ops.update(OPERATIONS[name])
-            ops.update(engine.capabilities)
-        if self.has("trainer") and self.has("sampler"):
-            ops.add("sync_weights")
-        return tuple(sorted(ops))
+        ops = {"info", "shutdown"}.union(*(engine.capabilities for engine in self._running.values()))
+        both = [name in self._running and "sync_weights" in self._running[name].capabilities for name in ("trainer", "sampler")]
+        return tuple(sorted(ops if all(both) else ops - {"sync_weights"}))
 
     async def infos(self) -> tuple[EngineInfo, ...]:
-        """Facts about each engine; a dead one is reported without asking it."""
+        """Facts about each engine; one that is dead, or found dead, is reported as such."""
         return tuple(await asyncio.gather(*(self._info(name, engine) for name, engine in self._running.items())))
 
     async def _info(self, name: EngineName, engine: RunningEngine) -> EngineInfo:
-        reports = [] if engine.state.dead else await engine.group.reports()
+        reports = []
+        try:
+            reports = [] if engine.state.dead else await engine.group.reports()
+        except EngineDiedError as error:
+            engine.state.dead = error.message
         return EngineInfo(
             name=name,
             implementation=engine.definition.name,
@@ -141,7 +136,7 @@ class Engines:
             state=str(engine.state),
             policy_version=engine.state.policy_version,
             memory_bytes=sum(report.memory_bytes for report in reports),
-            capabilities=tuple(sorted({*OPERATIONS[name], *engine.capabilities})),
+            capabilities=tuple(sorted(engine.capabilities)),
         )
 
     async def stop(self) -> None:

@@ -20,7 +20,7 @@ from arctic_core.backends.group import EngineGroup, SamplerGroup, TrainerGroup
 from arctic_core.config.client import ArcticRLClientConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import ArcticError, DataError, WeightSyncError
-from arctic_core.protocol import SyncReport
+from arctic_core.protocol import PauseMode, SyncReport
 from arctic_core.service.state import EngineState
 
 logger = logging.getLogger(__name__)
@@ -76,18 +76,31 @@ async def sync_weights(
 async def _commit(sampler: SamplerGroup, state: EngineState, drain_s: float, version: int) -> None:
     was_paused = state.paused
     if not was_paused:
-        await sampler.everywhere("pause", "drain", drain_s)
+        await pause(sampler, state, "drain", drain_s)
     try:
         await sampler.everywhere("sync_commit", version)
-    except ArcticError as error:
-        if not isinstance(error, WeightSyncError):
-            state.stale = f"the commit of policy version {version} failed half-way ({error.message})"
+    except BaseException as error:  # a cancelled commit has begun too
+        if not isinstance(error, WeightSyncError) or len(sampler.ranks) > 1:
+            reason = error.message if isinstance(error, ArcticError) else "it was cut off"
+            state.stale = f"the commit of policy version {version} failed half-way ({reason})"
         raise
     finally:
         if not was_paused:
             await _quietly(sampler, "resume")
+            state.paused = False
     state.policy_version = version
     state.stale = ""
+
+
+async def pause(sampler: EngineGroup, state: EngineState, mode: PauseMode, drain_s: float) -> None:
+    """Hold generation on all replicas, or, where that fails or is cut off, on none."""
+    try:
+        await sampler.everywhere("pause", mode, drain_s)
+    except BaseException:
+        await _quietly(sampler, "resume")
+        state.paused = False
+        raise
+    state.paused = True
 
 
 async def _quietly(group: EngineGroup, method: str) -> None:
