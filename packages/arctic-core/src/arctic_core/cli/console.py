@@ -49,5 +49,5 @@ def quiet_libraries() -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
     }.items():
         os.environ.setdefault(name, value)
-    for name in ("ray", "DeepSpeed"):
+    for name in ("ray._private", "DeepSpeed"):  # Ray sets the level of "ray" itself when it is imported
         logging.getLogger(name).setLevel(logging.ERROR)

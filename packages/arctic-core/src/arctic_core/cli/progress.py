@@ -61,7 +61,7 @@ class TrainView:
 
     def started(self, info: Info, folder: RunFolder, completed: int, total: int) -> None:
         """Say what runs where."""
-        console.out.print(_engine_table(info))
+        console.out.print(_engine_table(info, self._job.model))
         console.out.print(f"Files: [bold]{folder.path}[/]" + (f", resumed after step {completed}" if completed else ""), "\n")
         self._began_steps, self._first, self._total = time.monotonic(), completed, total
         self._progress.update(self._task, total=total, completed=completed, description=f"step {completed + 1}")
@@ -108,8 +108,8 @@ def _step_line(record: StepRecord, total: int, eta: float | None) -> str:
     return line if eta is None else f"{line}   of {total}, ETA {console.duration(eta)}"
 
 
-def _engine_table(info: Info) -> Table:
-    made = console.table("engine", "implementation", "device", "type", "rank", "share", "node", "pid", title=info.model)
+def _engine_table(info: Info, title: str) -> Table:
+    made = console.table("engine", "implementation", "device", "type", "rank", "share", "node", "pid", title=title)
     engines = {engine.name: engine for engine in info.engines}
     for place in info.placement:
         engine = engines[place.engine]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ import typer
 
 from arctic_core.cli import console
 from arctic_core.cli.progress import TrainView
+from arctic_core.config import ArcticRLClientConfig
 from arctic_core.errors import ConfigError
 from arctic_core.rl.config_file import load_job
 
@@ -53,22 +54,36 @@ def train(
     if output is None:
         output = Path("runs") / f"{Path(config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     console.quiet_libraries()
-    with _clean_termination(), TrainView(job) as view:
+    with _clean_termination() as catch_again, TrainView(job) as view:
+        from arctic_core.client import ArcticRLClient, create_arctic_rl_client
         from arctic_core.rl.job import train as run
 
-        run(job, output, resume=resume, observer=view)
+        def connect(client_config: ArcticRLClientConfig) -> ArcticRLClient:
+            client = create_arctic_rl_client(client_config)
+            catch_again()
+            return client
+
+        run(job, output, resume=resume, observer=view, connect=connect)
 
 
 @contextlib.contextmanager
-def _clean_termination() -> Iterator[None]:
-    """End on SIGTERM as on Ctrl-C: the client is closed, the files are complete."""
+def _clean_termination() -> Iterator[Callable[[], None]]:
+    """End on SIGTERM as on Ctrl-C: the client is closed, the files are complete.
+
+    Yields a function that takes the signal back from Ray, which puts a handler of its own in place when it starts: one that
+    prints the C++ stack.
+    """
     from arctic_core.cli.app import Terminated
 
     def stop(signum: int, frame: Any) -> None:
         raise Terminated
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    def catch() -> None:
+        signal.signal(signal.SIGTERM, stop)
+
+    previous = signal.getsignal(signal.SIGTERM)
+    catch()
     try:
-        yield
+        yield catch
     finally:
         signal.signal(signal.SIGTERM, previous)
