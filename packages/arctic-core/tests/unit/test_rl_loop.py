@@ -8,6 +8,7 @@ from arctic_core.client import create_arctic_rl_client
 from arctic_core.errors import CheckpointError, ConfigError, InvalidStateError, RewardError
 from arctic_core.rl.config import TrainJobConfig
 from arctic_core.rl.job import train
+from arctic_core.rl.loop import ResumePoint, find_resume_point
 from arctic_core.rl.observe import Silent
 from arctic_core.rl.report import open_run
 
@@ -117,6 +118,16 @@ def test_a_run_without_checkpoints_cannot_be_resumed(tiny_model, tmp_path):
     train(config, tmp_path)
     with pytest.raises(InvalidStateError, match="kept no checkpoints"):
         train(config, tmp_path, resume=True)
+
+
+def test_a_run_killed_while_it_saved_its_first_checkpoint_starts_over(tiny_model, tmp_path):
+    config = job(tiny_model, reward=None)
+    folder = open_run(tmp_path, config, resume=False)
+    (folder.checkpoints / "step-1.tmp-99@host").mkdir(parents=True)
+    assert find_resume_point(folder, config) == ResumePoint(None, 0)
+    (folder.checkpoints / "step-1").mkdir()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        find_resume_point(folder, config)
 
 
 def test_a_foreign_checkpoint_is_refused(tiny_model, tmp_path):

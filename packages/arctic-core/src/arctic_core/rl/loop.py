@@ -76,9 +76,9 @@ def find_resume_point(folder: RunFolder, config: TrainJobConfig) -> ResumePoint:
 
     Raises:
         InvalidStateError: Nothing is left to do, or the run keeps no checkpoints.
-        CheckpointError: The latest checkpoint is not a training job's.
+        CheckpointError: No checkpoint is complete, or the latest is not a training job's.
     """
-    if not (folder.checkpoints / "latest").exists():
+    if not any(path.name.removeprefix("step-").isdigit() for path in folder.checkpoints.glob("step-*")):
         if not config.checkpoint.every:
             raise InvalidStateError(
                 f"the run in {folder.path} kept no checkpoints", remedy="start a new run with checkpoint.every above 0"
@@ -142,10 +142,8 @@ class TrainLoop:
         with clock("sync"):
             report = self._client.sync_weights()
         self.completed = index + 1
-        values |= clock.metrics() | {"seconds/checkpoint": self._saving_seconds}
-        values |= (
-            self._rates(rollouts.batch, values) | memory_metrics(self._client.info()) | {"sync/bytes": float(report.bytes)}
-        )
+        values |= clock.metrics() | {"seconds/checkpoint": self._saving_seconds, "sync/bytes": float(report.bytes)}
+        values |= self._rates(rollouts.batch, values) | memory_metrics(self._client.info())
         record = StepRecord(step=self.completed, policy_version=report.version, metrics=values)
         self._folder.write_step(record, self._samples(rollouts))
         self.first_step_at = self.first_step_at or time.perf_counter()
