@@ -93,7 +93,7 @@ class ArcticService:
 
     async def start(self) -> None:
         """Bring all engines up. A failure leaves nothing running and raises a typed error."""
-        from arctic_core.models.factory import resolve_model
+        from arctic_core.models.resolve import resolve_model
 
         if self.config.plugins_strict:
             self._registry.require_healthy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import importlib.util
 import os
 import platform
 from typing import Literal
@@ -48,9 +49,7 @@ class LocalLauncher(Launcher):
 
     async def open(self) -> None:
         if self._config.device != "cpu":
-            import torch
-
-            has_gpu = torch.cuda.is_available()
+            has_gpu = _has_gpu()
             if self._config.device == "cuda" and not has_gpu:
                 raise ConfigError("device='cuda', but there is no GPU here", remedy="set device='cpu' or 'auto'")
             self._device = "cuda" if has_gpu else "cpu"
@@ -75,6 +74,14 @@ class LocalLauncher(Launcher):
 
     async def close(self) -> None:
         self._places.clear()
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:  # the engine that needs it says so when it is loaded
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def count_ranks(config: ArcticRLClientConfig, engine: EngineName) -> int:

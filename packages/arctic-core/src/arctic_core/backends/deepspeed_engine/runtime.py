@@ -24,7 +24,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from arctic_core.backends.base import RankSpec
 from arctic_core.backends.deepspeed_engine.rendezvous import meet
-from arctic_core.errors import DeadlineExceeded, EngineStartError, UnsupportedVersionError
+from arctic_core.errors import DeadlineExceeded, EngineStartError, MissingExtraError, UnsupportedVersionError
 
 LOCAL_RANK = "LOCAL_RANK"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -66,12 +66,18 @@ def load_deepspeed(device: str) -> ModuleType:
     """Import DeepSpeed for ``"cpu"`` or ``"cuda"``.
 
     Raises:
+        MissingExtraError: It is not installed.
         EngineStartError: DeepSpeed already runs on another device in this process.
         UnsupportedVersionError: This DeepSpeed is too old.
     """
-    with environment({"DS_ACCELERATOR": device}):
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator
+    try:
+        with environment({"DS_ACCELERATOR": device}):
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"the deepspeed engine needs the package {error.name!r}", remedy='pip install "arctic-core[train]"'
+        ) from error
     accelerator: Any = get_accelerator()
     running = accelerator.device_name()
     if running != device:
