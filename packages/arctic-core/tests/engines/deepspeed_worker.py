@@ -184,6 +184,37 @@ def whole_life(case: Case, rank: int, rendezvous: str | None, folder: str) -> di
     return result
 
 
+#: One batch of seven samples cut into 1, 2, 3 and 7 micro-batches, the last two shuffled; per cut the indices of each.
+CUTS = [
+    [[0, 1, 2, 3, 4, 5, 6]],
+    [[0, 1, 2, 3], [4, 5, 6]],
+    [[6, 2], [0, 5, 1], [4, 3]],
+    [[5], [1], [3], [0], [6], [2], [4]],
+]
+#: With these the first moment *is* the last normalised gradient, which every sharding saves whole.
+SHOW_GRADIENT = {"betas": (0.0, 0.95), "lr": 0.0}
+
+
+UNIT = 256.0  # brings the largest entry of this gradient near 1, so that atol 1e-6 is a few units in its last place
+
+
+def save_gradients(case: Case, rank: int, rendezvous: str | None, folder: str) -> None:
+    """For each cut, dealt out to the ranks, the gradient of the batch into ``<folder>/<number of the cut>``."""
+    whole = Batch.from_samples(samples())
+    trainer = make_trainer(case.spec(rank, rendezvous), case.engine)
+    trainer.start()
+    try:
+        for number, cut in enumerate(CUTS):
+            mine = [whole.select(indices) for indices in cut[rank :: case.world_size]]
+            equal = -(-len(cut) // case.world_size)
+            mine += [whole.select([])] * (equal - len(mine))
+            trainer.forward_backward(mine, LOSS, temperature=None)
+            trainer.step(divisor=UNIT, lr=0.0, max_grad_norm=0.0)
+            trainer.save(str(Path(folder) / str(number)))
+    finally:
+        trainer.stop()
+
+
 def open_store() -> str:
     from arctic_core.backends.deepspeed_engine.rendezvous import open_store
 

@@ -143,6 +143,34 @@ def test_one_rank_equals_the_oracle(stage: int, model: str, oracle: dict[str, An
     check_life(life(Case(model, stage=stage), tmp_path), oracle, tmp_path)
 
 
+def gradients(case: Case, folder: Path, workers: Workers | None = None) -> list[dict[str, np.ndarray]]:
+    folders = [folder / str(number) for number in range(len(worker.CUTS))]
+    for path in folders:
+        path.mkdir(parents=True)
+    if workers is None:
+        worker.save_gradients(case, 0, None, str(folder))
+    else:
+        workers.run("save_gradients", case, folder)
+    found = []
+    for path in folders:
+        moments = {name: value for file in path.glob("optimizer*.safetensors") for name, value in load_file(file).items()}
+        found.append({name: value for name, value in moments.items() if name.startswith("exp_avg.")})
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_cut_of_the_batch_changes_the_gradient(stage: int, model: str, tmp_path: Path, pair: Workers) -> None:
+    """1, 2, 3 and 7 micro-batches, shuffled, on one rank and on two, against the whole batch on the oracle."""
+    show = worker.SHOW_GRADIENT
+    oracle = gradients(Case(model, engine="torch", optimizer=show), tmp_path / "torch")[0]
+    assert 0.25 < max(np.abs(value).max() for value in oracle.values()) < 2.0
+    for world_size, workers in ((1, None), (2, pair)):
+        case = Case(model, stage=stage, world_size=world_size, optimizer=show)
+        for gradient in gradients(case, tmp_path / f"ranks-{world_size}", workers):
+            assert_close(gradient, oracle, 1e-6)
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizer_offload_equals_the_oracle(stage: int, model: str, oracle: dict[str, Any], tmp_path: Path) -> None:
