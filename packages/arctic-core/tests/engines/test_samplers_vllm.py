@@ -325,6 +325,23 @@ def test_pause_abort_ends_what_runs_and_holds_what_comes(vllm):
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize(("mode", "reason"), [("drain", "length"), ("abort", "abort")])
+def test_frozen_completions_can_still_be_drained_or_aborted(vllm, mode, reason):
+    sampler = vllm.sampler
+
+    async def scenario():
+        task = asyncio.create_task(collect(sampler, [fresh(PROMPTS[0], max_tokens=300)]))
+        await asyncio.sleep(0.1)
+        await sampler.pause("keep", 10)
+        await sampler.pause(mode, 10)
+        (completion,) = await asyncio.wait_for(task, 10)
+        await sampler.resume()
+        return completion.finish_reason
+
+    assert vllm.run(scenario()) == reason
+
+
+@pytest.mark.e2e
 def test_score_equals_a_transformers_forward(vllm, tiny_model):
     scores = vllm.run(vllm.sampler.score([np.asarray(p, np.int32) for p in PROMPTS]))
     for prompt, score in zip(PROMPTS, scores, strict=True):

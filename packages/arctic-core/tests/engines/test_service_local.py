@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from arctic_core.config.losses import SFTLossConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import (
     CheckpointError,
+    ConfigError,
     DataError,
     DeadlineExceeded,
     EngineError,
@@ -62,11 +64,14 @@ class Driver:
         ids = tuple(np.array([1, 2, 3], np.int32) for _ in range(prompts))
         return await self(p.Generate(prompts=ids, sampling=sampling, **more))
 
+    def engine(self, name: p.EngineName) -> Any:
+        """The engine of an engine group's first rank."""
+        return self.service._engines.get(name, "sync_weights").group.ranks[0].engine  # type: ignore[attr-defined]
+
     async def busy(self) -> asyncio.Task[p.Generated]:
         """A generation on the first replica that is under way and does not end by itself."""
         task = asyncio.create_task(self.generate(sampling=ENDLESS, request_id="endless"))
-        sampler = self.service._engines.get("sampler", "generate").group.ranks[0].engine
-        while not sampler._decoder.running:
+        while not self.engine("sampler")._decoder.running:
             await asyncio.sleep(0.01)
         return task
 
@@ -167,7 +172,7 @@ def test_a_pause_during_a_sync_holds_after_it(tiny_model: str) -> None:
 
 def test_a_commit_that_is_cut_off_makes_the_sampler_stale(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(drive: Driver) -> None:
-        sampler = drive.service._engines.get("sampler", "generate").group.ranks[0].engine
+        sampler = drive.engine("sampler")
         commit = sampler.sync_commit
 
         async def slow(version: int) -> None:
@@ -195,6 +200,36 @@ def test_generations_of_one_name_do_not_disturb_each_other(tiny_model: str) -> N
         await endless
 
     run(tiny_model, work, sampling_gpus=1)
+
+
+def test_a_sampler_with_work_does_not_fall_asleep(tiny_model: str) -> None:
+    async def work(drive: Driver) -> None:
+        between_steps = threading.Event()
+        drive.engine("sampler")._decoder.call(between_steps.wait)
+        waiting = asyncio.create_task(drive.generate())
+        await asyncio.sleep(0.1)
+        slept = asyncio.create_task(drive(p.Sleep(engine="sampler", level=2)))
+        await asyncio.sleep(0.1)
+        between_steps.set()
+        with pytest.raises(InvalidStateError, match="running"):
+            await slept
+        assert (await waiting).completions[0][0].finish_reason == "length"
+
+    run(tiny_model, work, training_gpus=1, sampling_gpus=1)
+
+
+def test_a_sampler_sleeps_with_work_that_is_held_back(tiny_model: str) -> None:
+    async def work(drive: Driver) -> None:
+        await drive(p.Pause())
+        waiting = asyncio.create_task(drive.generate())
+        await asyncio.sleep(0.1)
+        await drive(p.Sleep(engine="sampler", level=2))
+        await drive(p.Wake(engine="sampler"))
+        await drive(p.SyncWeights())
+        await drive(p.Resume())
+        assert (await waiting).completions[0][0].finish_reason == "length"
+
+    run(tiny_model, work, training_gpus=1, sampling_gpus=1)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------------
@@ -238,9 +273,8 @@ def test_a_checkpoint_that_is_refused_does_not_mix_gradients(tiny_model: str, tm
     async def work(drive: Driver) -> None:
         expected = await _norm(drive, batch(1))
         folder = Path((await drive(p.SaveCheckpoint(path=str(tmp_path)))).path)
-        trainer = drive.service._engines.get("trainer", "load_checkpoint").group.ranks[0].engine
         await drive(p.ForwardBackward(batch=batch(0), loss=SFT))
-        trainer.implementation = "another"
+        drive.engine("trainer").implementation = "another"
         with pytest.raises(CheckpointError, match="written by engine 'torch'"):
             await drive(p.LoadCheckpoint(path=str(folder)))
         assert await _norm(drive, batch(1)) == expected
@@ -263,12 +297,38 @@ def test_a_repeated_key_changes_nothing(tiny_model: str) -> None:
     run(tiny_model, work, training_gpus=1)
 
 
+# --- start --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"training_gpus": 1, "training": {"zero_stage": 2}},
+        {"training_gpus": 1, "training": {"zero_stage": 1, "offload_optimizer": True}},
+        {"log_prob_gpus": 1, "log_prob": {"zero_stage": 3}},
+        {"sampling_gpus": 1, "sampling": {"vllm": {"block_size": 16}}},
+    ],
+)
+def test_settings_of_other_engines_are_refused(tiny_model: str, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="for the engine"):
+        run(tiny_model, lambda drive: drive(p.GetInfo()), **config)
+
+
+def test_a_start_past_its_deadline_leaves_no_thread(tiny_model: str) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(DeadlineExceeded):
+        run(tiny_model, lambda drive: drive(p.GetInfo()), sampling_gpus=1, deadlines={"start": 0.02})
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_raises_anything_gives_a_typed_error(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(drive: Driver) -> None:
-        sampler = drive.service._engines.get("sampler", "generate").group.ranks[0].engine
+        sampler = drive.engine("sampler")
 
         async def generate(jobs: Sequence[Any]) -> AsyncIterator[Any]:
             raise KeyError("odd")

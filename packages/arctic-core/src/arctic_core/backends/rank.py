@@ -55,6 +55,7 @@ class LocalRank(Rank):
         self.engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.label)
         self._stopped = False
+        self._starting: asyncio.Future[Any] | None = None
 
     async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         bound = getattr(self.engine, method)
@@ -62,6 +63,8 @@ class LocalRank(Rank):
             if inspect.iscoroutinefunction(bound):
                 return await asyncio.wait_for(bound(*args, **kwargs), deadline_s)
             work = asyncio.get_running_loop().run_in_executor(self._thread, lambda: bound(*args, **kwargs))
+            if method == "start":
+                self._starting = work
             return await asyncio.wait_for(asyncio.shield(work), deadline_s)
         except ArcticError as error:
             error.where = error.where or self.label
@@ -101,7 +104,10 @@ class LocalRank(Rank):
         except TimeoutError:
             raise late(self.label, "stop", deadline_s) from None
         finally:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            unfinished = self._starting is not None and not self._starting.done()
+            if unfinished:  # what goes on starting may still make what must be stopped
+                self._thread.submit(self.engine.stop)
+            self._thread.shutdown(wait=False, cancel_futures=not unfinished)
 
 
 def late(label: str, method: str, deadline_s: float) -> DeadlineExceeded:

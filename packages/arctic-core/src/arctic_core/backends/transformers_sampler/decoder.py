@@ -123,6 +123,11 @@ class Decoder:
         """Rows being decoded."""
         return sum(len(cohort.rows) for cohort in self._cohorts)
 
+    @property
+    def busy(self) -> bool:
+        """Whether rows are being decoded, or will be in the next step."""
+        return bool(self._cohorts) or self._can_step()
+
     def weights_changed(self, version: int) -> None:
         """Serve ``version``; what runs has its KV cache computed anew before its next token."""
         self.version = version

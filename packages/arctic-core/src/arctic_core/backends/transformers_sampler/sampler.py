@@ -27,6 +27,7 @@ from arctic_core.backends.transformers_sampler.cohort import Row
 from arctic_core.backends.transformers_sampler.decoder import Decoder, Limits
 from arctic_core.errors import (
     ArcticError,
+    ConfigError,
     DeadlineExceeded,
     EngineStartError,
     InvalidStateError,
@@ -70,7 +71,14 @@ class TransformersSampler(Sampler):
         Raises:
             ModelNotFoundError: The model's folder cannot be read.
             EngineStartError: transformers refuses it; the message holds its reason.
+            ConfigError: A setting is another sampler's.
         """
+        if self.spec.config.sampling.vllm:
+            raise ConfigError(
+                "sampling.vllm is for the engine 'vllm'",
+                where=self._where,
+                remedy="remove it, or set sampling.engine to 'vllm'",
+            )
         if self.spec.threads is not None:
             torch.set_num_threads(self.spec.threads)
         model, tokenizer = _load(self.spec)
@@ -219,8 +227,10 @@ class TransformersSampler(Sampler):
         decoder = self._awake()
 
         def sleep() -> None:
-            if decoder.running:
-                raise InvalidStateError("completions are running", where=self._where, remedy="pause first")
+            if decoder.busy:
+                raise InvalidStateError(
+                    "completions are running", where=self._where, remedy='pause("drain") or pause("abort") first'
+                )
             if level == 1:
                 decoder.model.to("cpu")  # type: ignore[arg-type]
             else:

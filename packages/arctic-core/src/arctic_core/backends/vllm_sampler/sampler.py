@@ -174,6 +174,9 @@ class VllmSampler(Sampler):
                 await self._answer(engine.pause_generation(mode="keep", clear_cache=False), deadline_s)
                 self._frozen = True
                 return
+            if self._frozen:  # by an earlier pause; frozen completions would never end
+                await self._answer(engine.resume_generation(), deadline_s)
+                self._frozen = False
             if mode == "abort":
                 await self.abort(())
             await self._answer(self._admission.idle(), deadline_s)
