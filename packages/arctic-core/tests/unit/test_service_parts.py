@@ -6,7 +6,9 @@ import asyncio
 
 import numpy as np
 import pytest
-from arctic_core.backends.group import Divisor
+from arctic_core.backends.base import Engine, EngineReport
+from arctic_core.backends.group import Divisor, EngineGroup, SamplerGroup
+from arctic_core.backends.rank import LocalRank
 from arctic_core.config import ArcticRLClientConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import (
@@ -18,6 +20,7 @@ from arctic_core.errors import (
 )
 from arctic_core.protocol import Done, Generate, LossSpec, Reply, SamplingParams
 from arctic_core.service.generation import Admission, make_jobs
+from arctic_core.service.launch import make_spec
 from arctic_core.service.ledger import Ledger
 from arctic_core.service.placement import plan_placement
 from arctic_core.service.state import EngineState
@@ -209,6 +212,53 @@ def test_divisors_do_not_mix_and_need_a_gradient():
         Divisor().with_loss(batch, LossSpec(name="grpo")).with_sum()
     with pytest.raises(InvalidStateError, match="no accumulated gradient"):
         Divisor().value()
+
+
+def test_constants_that_differ_a_little_do_not_mix():
+    first = Divisor().with_loss(_batch([[1]]), LossSpec(name="sft", normalization="constant", constant=1_000_001.0))
+    with pytest.raises(InvalidStateError):
+        first.with_loss(_batch([[1]]), LossSpec(name="sft", normalization="constant", constant=1_000_002.0))
+
+
+class _Sleeper(Engine):
+    """Rank 0 fails at once, the others take a while."""
+
+    finished = 0
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def report(self) -> EngineReport:
+        return EngineReport("sleeper", "cpu", "float32", 0, 0, ())
+
+    @classmethod
+    def capabilities(cls, device: str) -> tuple[str, ...]:
+        return ()
+
+    async def work(self) -> None:
+        if self.spec.rank == 0:
+            raise InvalidStateError("not now", where="sampler[0]")
+        await asyncio.sleep(0.3)
+        self.finished += 1
+
+
+@pytest.mark.parametrize("kind", [SamplerGroup, EngineGroup])
+def test_only_ranks_that_meet_in_collectives_are_lost_when_late(kind: type[EngineGroup], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(EngineGroup, "straggler_grace_s", 0.05)
+    config = _config(sampling_gpus=2)
+    engines = [_Sleeper(make_spec(config, "sampler", rank, "nowhere", "cpu")) for rank in range(2)]
+
+    async def main() -> None:
+        group = kind([LocalRank(engine) for engine in engines], deadline_s=5.0)
+        try:
+            await group.everywhere("work")
+        finally:
+            await group.stop(1.0)
+
+    with pytest.raises(InvalidStateError if kind is SamplerGroup else EngineDiedError, match="not now"):
+        asyncio.run(main())
+    assert engines[1].finished == (kind is SamplerGroup)
 
 
 def test_states_refuse_with_the_way_out():

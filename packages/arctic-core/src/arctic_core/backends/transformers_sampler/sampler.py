@@ -77,7 +77,7 @@ class TransformersSampler(Sampler):
             raise ConfigError(
                 "sampling.vllm is for the engine 'vllm'",
                 where=self._where,
-                remedy="remove it, or set sampling.engine to 'vllm'",
+                remedy="remove it, or set sampling.engine",
             )
         if self.spec.threads is not None:
             torch.set_num_threads(self.spec.threads)
