@@ -57,9 +57,10 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[psutil
 
     yield alive
     left = wait_until_gone(alive, seconds=30)
+    names = [process.name() for process in left]
     for process in left:
         process.kill()
-    assert not left, f"left running: {[' '.join(process.cmdline())[:120] for process in left]}"
+    assert not names, f"left running: {names}"
 
 
 def wait_until_gone(alive: Callable[[], list[psutil.Process]], *, seconds: float) -> list[psutil.Process]:
