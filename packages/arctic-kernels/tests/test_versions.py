@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from arctic_kernels import versions
-from arctic_kernels.versions import STACKS, MissingPackageError, UnsupportedVersionError, check_versions, inspect_versions
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from arctic_kernels import versions
+from arctic_kernels.versions import STACKS, MissingPackageError, UnsupportedVersionError, check_versions, inspect_versions
 
 ROOT = Path(__file__).parents[3]
 

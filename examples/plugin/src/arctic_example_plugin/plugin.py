@@ -5,7 +5,6 @@ from __future__ import annotations
 from arctic_core.losses.base import LossDefinition
 from arctic_core.plugins.hookspecs import hookimpl
 from arctic_core.rl.tasks import TaskDefinition
-
 from arctic_example_plugin.positive_only import PositiveOnlyConfig, positive_only
 from arctic_example_plugin.reversal import create_reversal
 

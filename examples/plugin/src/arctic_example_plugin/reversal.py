@@ -6,9 +6,10 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field
+
 from arctic_core.config import ConfigModel
 from arctic_core.rl.tasks import TaskItem, chat, derive_seed
-from pydantic import Field
 
 
 class ReversalOptions(ConfigModel):

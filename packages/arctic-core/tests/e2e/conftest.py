@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+
 from arctic_core import ArcticRLClientConfig
 
 MARK = "ARCTIC_TEST_MARK"

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+
 from arctic_core import Batch, LossSpec, Sample, SamplingParams, create_arctic_rl_client
 from arctic_core.errors import ConfigError, DataError, EngineDiedError, EngineStartError, ModelNotFoundError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from arctic_core import Batch, LossSpec, Sample, SamplingParams, create_arctic_rl_client
 from arctic_core.errors import InvalidStateError, UnsupportedOperation
 
@@ -32,9 +33,7 @@ def to_batch(prompts, groups) -> Batch:
     return Batch.from_samples(rows)
 
 
-@pytest.mark.parametrize(
-    ("zero_stage", "ranks", "tied"), [(0, 1, True), (3, 1, False), (0, 2, False), (3, 2, True)], ids=str
-)
+@pytest.mark.parametrize(("zero_stage", "ranks", "tied"), [(0, 1, True), (3, 1, False), (0, 2, False), (3, 2, True)], ids=str)
 def test_sampler_and_trainer_agree_at_every_step(ray_config, tiny_model, tiny_tied_model, marked, zero_stage, ranks, tied):
     config = ray_config(
         model_name=tiny_tied_model if tied else tiny_model,

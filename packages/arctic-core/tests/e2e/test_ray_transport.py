@@ -11,6 +11,7 @@ import textwrap
 import time
 
 import pytest
+
 from arctic_core import SamplingParams, create_arctic_rl_client, create_async_arctic_rl_client
 from arctic_core.errors import ArcticError, DataError, EngineDiedError, TransportError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from arctic_core import ArcticRLClientConfig, Batch, LossSpec, Sample, SamplingParams, create_arctic_rl_client
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from arctic_core.backends.base import RankSpec
 from arctic_core.backends.packed import PackedTrainer
 from arctic_core.config import ArcticRLClientConfig

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from arctic_core.backends.base import RankSpec, SampleJob, Sampler
 from arctic_core.config import ArcticRLClientConfig
 from arctic_core.protocol import Completion, SamplingParams

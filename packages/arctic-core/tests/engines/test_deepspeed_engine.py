@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
+
 from arctic_core.backends.base import RankSpec
 from arctic_core.config import ArcticRLClientConfig
 from arctic_core.data import Batch
 from arctic_core.errors import CheckpointError, EngineStartError, InvalidStateError, ModelNotFoundError
 from arctic_core.testing import make_tiny_model
-from safetensors.numpy import load_file
 
 from . import deepspeed_worker as worker
 from .deepspeed_worker import Case

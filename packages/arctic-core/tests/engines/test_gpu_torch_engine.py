@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from arctic_core.backends.base import RankSpec
 from arctic_core.backends.torch_engine.log_prob import TorchLogProb
 from arctic_core.backends.torch_engine.trainer import TorchTrainer

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
+
 from arctic_core.errors import ModelNotFoundError, UnsupportedModelError
 from arctic_core.models.factory import (
     checkpoint_manifest,
@@ -19,7 +21,6 @@ from arctic_core.models.factory import (
 )
 from arctic_core.plugins.hookspecs import ModelPatch
 from arctic_core.plugins.manager import PluginRegistry
-from safetensors import safe_open
 
 
 def shapes_on_disk(directory: str) -> dict[str, tuple[int, ...]]:

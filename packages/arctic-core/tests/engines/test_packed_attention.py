@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config, Qwen3ForCausalLM
+
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import UnsupportedModelError
 from arctic_core.models.factory import load_causal_lm
 from arctic_core.models.packed_attention import PACKED_ATTENTION, packed_attention
 from arctic_core.models.scoring import ScoringModule, logprobs_and_entropy, pack
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config, Qwen3ForCausalLM
 
 SHAPES = [(5, 4), (1, 0), (1, 1), (3, 17), (7, 0), (2, 1)]
 

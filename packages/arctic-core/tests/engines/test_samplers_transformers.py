@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+
 from arctic_core.backends.base import RankSpec, SampleJob
 from arctic_core.backends.transformers_sampler.drawing import draw, sampling_logprobs
 from arctic_core.backends.transformers_sampler.sampler import TransformersSampler

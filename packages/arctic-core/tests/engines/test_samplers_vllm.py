@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import psutil
 import pytest
+
 from arctic_core.backends.vllm_sampler.admission import Admission
 from arctic_core.backends.vllm_sampler.arguments import engine_arguments, engine_environment, sampling_arguments
 from arctic_core.backends.vllm_sampler.sampler import VllmSampler

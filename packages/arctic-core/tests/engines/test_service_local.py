@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from arctic_core import protocol as p
 from arctic_core.backends.base import EngineDefinition
 from arctic_core.backends.rank import LocalRank, Rank

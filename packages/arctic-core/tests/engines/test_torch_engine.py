@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from arctic_core.backends.base import RankSpec
 from arctic_core.backends.torch_engine.log_prob import TorchLogProb
 from arctic_core.backends.torch_engine.trainer import TorchTrainer
@@ -29,8 +32,6 @@ from arctic_core.losses.base import LossDefinition, LossInputs, LossOutput
 from arctic_core.losses.sft import sft_loss
 from arctic_core.plugins.manager import get_registry
 from arctic_core.protocol import RESTORE_ALL, LossSpec
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 GRPO = LossSpec(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.02, "clip_high": 0.3})
 ANYTHING = {"entropy": True, "temperature": None}

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from arctic_core.advantages import grpo_advantages, per_token
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import DataError, RewardError
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def test_formula_with_and_without_std_over_interleaved_groups() -> None:

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from arctic_core.batching import plan_batch
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import DataError
-from hypothesis import given
-from hypothesis import strategies as st
 
 SHAPES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=30)
 

@@ -7,13 +7,14 @@ import sys
 import time
 
 import pytest
+from typer.testing import CliRunner
+
 from arctic_core.cli import checks
 from arctic_core.cli.app import build_app
 from arctic_core.cli.explain import describe_type, explain_model
 from arctic_core.plugins import manager
 from arctic_core.rl.config import TrainJobConfig
 from arctic_core.rl.config_file import load_job, parse_yaml
-from typer.testing import CliRunner
 
 
 def arctic(*args, code=0):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from arctic_core import protocol as p
 from arctic_core.client import ArcticRLClient, AsyncArcticRLClient, create_arctic_rl_client, create_async_arctic_rl_client
 from arctic_core.client import core as client_core

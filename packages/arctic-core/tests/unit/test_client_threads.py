@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+
 from arctic_core import protocol as p
 from arctic_core.client import ArcticRLClient, create_arctic_rl_client
 from arctic_core.config import ArcticRLClientConfig

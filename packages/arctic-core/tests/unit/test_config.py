@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pydantic
 import pytest
+
 from arctic_core.config import (
     AdamWConfig,
     ArcticRLClientConfig,

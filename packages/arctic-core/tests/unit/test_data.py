@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from arctic_core.data import TOKEN_FIELDS, Batch, Sample
-from arctic_core.errors import DataError
 from hypothesis import given
 from hypothesis import strategies as st
+
+from arctic_core.data import TOKEN_FIELDS, Batch, Sample
+from arctic_core.errors import DataError
 
 
 def sample(prompt: int = 2, response: int = 3, **fields: Any) -> Sample:

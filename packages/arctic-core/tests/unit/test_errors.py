@@ -6,8 +6,9 @@ import inspect
 import pickle
 import re
 
-import arctic_core.errors as errors
 import pytest
+
+import arctic_core.errors as errors
 from arctic_core.errors import ArcticError, error_types
 from arctic_core.protocol import ErrorInfo, Reply
 from arctic_core.wire import decode, encode

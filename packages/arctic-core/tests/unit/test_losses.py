@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from arctic_core.config.losses import GRPOLossConfig, SFTLossConfig
 from arctic_core.errors import ConfigError
 from arctic_core.losses.base import LossInputs

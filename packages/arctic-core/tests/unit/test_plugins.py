@@ -7,6 +7,7 @@ import types
 from importlib.metadata import EntryPoint
 
 import pytest
+
 from arctic_core.config import ConfigModel
 from arctic_core.errors import ConfigError, PluginError
 from arctic_core.losses.base import LossDefinition, LossOutput

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
+
 from arctic_core import protocol as p
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import ArcticError, DataError, ProtocolError, WireError

@@ -8,8 +8,9 @@ import sys
 import textwrap
 from importlib.metadata import version
 
-import arctic_core
 import pytest
+
+import arctic_core
 
 NAMES = """
 AdamWConfig ArcticError ArcticRLClient ArcticRLClientConfig AsyncArcticRLClient Batch CheckpointError CheckpointRef

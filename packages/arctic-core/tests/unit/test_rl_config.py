@@ -1,6 +1,7 @@
 """Job files: reading, overrides, backends, and the errors that name what is wrong."""
 
 import pytest
+
 from arctic_core.errors import ConfigError
 from arctic_core.rl.config import TrainJobConfig
 from arctic_core.rl.config_file import apply_override, dump_yaml, job_values, load_job, parse_yaml, shipped_configs

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+
 from arctic_core.rl.tasks import TaskItem
 
 SOURCE = Path(__file__).parents[4] / "examples" / "quickstart" / "terse.py"

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+
 from arctic_core.client import create_arctic_rl_client
 from arctic_core.errors import CheckpointError, ConfigError, InvalidStateError, RewardError
 from arctic_core.rl.config import TrainJobConfig

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+
 from arctic_core.data import Batch, Sample
 from arctic_core.protocol import Metric
 from arctic_core.rl import metrics

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+
 from arctic_core.errors import ConfigError, DataError
 from arctic_core.rl.config import TrainJobConfig
 from arctic_core.rl.plot import plot_run

@@ -4,6 +4,7 @@ import math
 import sys
 
 import pytest
+
 from arctic_core.errors import ConfigError, RewardError
 from arctic_core.plugins.manager import get_registry
 from arctic_core.rl.tasks import TaskItem, create_addition, derive_seed, last_number, load_reward, score

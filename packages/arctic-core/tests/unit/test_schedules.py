@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from arctic_core.config.client import ConstantSchedule, CosineSchedule, LinearSchedule
 from arctic_core.optim import learning_rate
 

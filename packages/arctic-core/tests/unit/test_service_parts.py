@@ -6,6 +6,9 @@ import asyncio
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from arctic_core.backends.base import Engine, EngineReport
 from arctic_core.backends.group import Divisor, EngineGroup, SamplerGroup
 from arctic_core.backends.rank import LocalRank
@@ -24,8 +27,6 @@ from arctic_core.service.launch import make_spec
 from arctic_core.service.ledger import Ledger
 from arctic_core.service.placement import plan_placement
 from arctic_core.service.state import EngineState
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def test_ledger_runs_a_key_once_even_when_both_calls_overlap():

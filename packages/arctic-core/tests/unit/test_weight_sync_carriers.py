@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+
 from arctic_core.errors import WeightSyncError
 from arctic_core.plugins.manager import get_registry
 from arctic_core.sync.carriers import WeightCarrier

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from arctic_core.errors import WeightSyncError
 from arctic_core.sync.file import FileCarrier
 from arctic_core.sync.plan import BucketRef, TensorMeta, WeightPlan
 from arctic_core.sync.receiver import BucketStage, check_plan
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 EMBED = TensorMeta("embed", (4, 3), "float32")
 HEAD = TensorMeta("head", (4, 3), "float32")

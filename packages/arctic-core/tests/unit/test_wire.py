@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
-from arctic_core.errors import ProtocolError, WireError
-from arctic_core.protocol import Metric, Request, Step
-from arctic_core.wire import RawTensor, decode, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+
+from arctic_core.errors import ProtocolError, WireError
+from arctic_core.protocol import Metric, Request, Step
+from arctic_core.wire import RawTensor, decode, encode
 
 INTEGERS = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 DTYPES = (*INTEGERS, "float16", "float32", "float64", "complex64")
