@@ -214,3 +214,14 @@ def test_a_missing_package_matters_only_where_it_is_needed(monkeypatch):
     assert "failure" not in statuses[None]
     assert "failure" not in statuses["local"]
     assert statuses["ray"].count("failure") == 3
+
+
+def test_doctor_notices_a_vllm_built_for_another_torch(monkeypatch):
+    from arctic_kernels import versions
+
+    installed = {"torch": "2.13.0", "vllm": "0.26.0"}
+    real = versions.inspect_versions
+    monkeypatch.setattr(versions, "inspect_versions", lambda: real(installed.get))
+    (found,) = [check for check in checks.check_stack() if check.status == "failure"]
+    assert "vllm 0.26.0" in found.detail
+    assert found.fix

@@ -69,6 +69,7 @@ def all_checks(backend: str | None, model: str | None, imports: bool) -> Iterato
     """Everything, in the order shown."""
     yield check_python()
     yield from check_packages(backend)
+    yield from check_stack()
     if imports:
         yield from check_imports(backend)
     yield from check_machine()
@@ -80,7 +81,7 @@ def all_checks(backend: str | None, model: str | None, imports: bool) -> Iterato
 def check_python() -> Check:
     """The interpreter's version against the one the distribution asks for."""
     found = ".".join(map(str, sys.version_info[:3]))
-    wanted = metadata(DISTRIBUTION).get("Requires-Python") or ""
+    wanted = metadata(DISTRIBUTION)["Requires-Python"]
     if not SpecifierSet(wanted).contains(found):
         return Check("failure", "Python", f"{found}, supported {wanted}", "make an environment with another Python")
     return Check("ok", "Python", f"{found} at {sys.executable}")
@@ -93,6 +94,22 @@ def check_packages(backend: str | None) -> Iterator[Check]:
     for extra in EXTRAS:
         needed = backend is not None and extra in NEEDED[backend]
         yield _check_extra(extra, declared, needed=needed, skip=NOT_NEEDED.get(backend or "", frozenset()))
+
+
+def check_stack() -> Iterator[Check]:
+    """Whether torch and what is built for one torch (vLLM, triton, ...) belong together; nothing where neither is wanted."""
+    if installed_version("arctic-kernels") is None or installed_version("torch") is None:
+        return
+    from arctic_kernels.versions import inspect_versions
+
+    findings = inspect_versions()
+    bad = [finding for finding in findings if finding.status == "unsupported"]
+    for finding in bad:
+        supported = finding.supported or "nothing known"
+        yield Check("failure", "stack", f"{finding.distribution} {finding.installed}, supported {supported}", finding.remedy)
+    if not bad:
+        together = ", ".join(f"{finding.distribution} {finding.installed}" for finding in findings)
+        yield Check("ok", "stack", f"{together} belong together")
 
 
 def _check_extra(extra: str, declared: list[Requirement], *, needed: bool, skip: frozenset[str]) -> Check:

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import Field
 
@@ -151,7 +151,7 @@ def load_reward(dotted: str) -> RewardFunction:
         found = getattr(found, part, None)
     if not callable(found):
         raise ConfigError(f"module {module_name!r} has no function {attribute!r}", where="reward")
-    return found
+    return cast("RewardFunction", found)
 
 
 def score(reward: RewardFunction, completion: str, item: TaskItem, index: int) -> float:
