@@ -318,7 +318,7 @@ def test_settings_of_other_engines_are_refused(tiny_model: str, config: dict[str
 def test_a_start_past_its_deadline_leaves_no_thread(tiny_model: str) -> None:
     before = set(threading.enumerate())
     with pytest.raises(DeadlineExceeded):
-        run(tiny_model, lambda drive: drive(p.GetInfo()), sampling_gpus=1, deadlines={"start": 0.02})
+        run(tiny_model, lambda drive: drive(p.GetInfo()), sampling_gpus=1, deadlines={"start": 0.001})
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
         assert not thread.is_alive(), thread.name
