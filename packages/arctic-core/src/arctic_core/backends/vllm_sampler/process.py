@@ -69,6 +69,11 @@ class EngineProcess:
         """Process ids under the engine."""
         return [process.pid for process in self._family]
 
+    def alive(self) -> bool:
+        """Whether all processes under the engine run. vLLM's own monitor learns of a death by waiting for its child, which
+        fails where SIGCHLD is ignored, as it is in Ray's workers."""
+        return all(process.is_running() and process.status() != "zombie" for process in self._family)
+
     def stop(self, deadline_s: float) -> None:
         """End the processes: politely at first, by force before ``deadline_s`` is over. Idempotent; ends a start that hangs."""
         engine, self.engine = self.engine, None

@@ -120,13 +120,22 @@ class VllmSampler(Sampler):
             check_temperature(job.sampling.temperature)
         self._loop = asyncio.get_running_loop()
         tasks = [asyncio.create_task(self._one(engine, i, job)) for i, job in enumerate(jobs)]
+        watch = asyncio.create_task(self._fail_when_dead(engine))
         try:
             for finished in asyncio.as_completed(tasks):
                 yield await finished
         finally:
-            for task in tasks:
+            for task in (*tasks, watch):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, watch, return_exceptions=True)
+
+    async def _fail_when_dead(self, engine: AsyncLLM) -> None:
+        """End what waits for a dead engine; vLLM does so itself only where it notices the death."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        while not self._gone(engine):
+            await asyncio.sleep(_CHECK_S)
+        engine.output_processor.propagate_error(EngineDeadError())
 
     async def _one(self, engine: AsyncLLM, index: int, job: SampleJob) -> tuple[int, Completion]:
         async with self._admission.turn(job.request_id) as admitted:
@@ -312,9 +321,12 @@ class VllmSampler(Sampler):
         engine = self._process.engine
         if engine is None:
             raise InvalidStateError("the sampler is not running", where=self._where)
-        if engine.errored:
+        if self._gone(engine):
             raise self._died()
         return engine
+
+    def _gone(self, engine: AsyncLLM) -> bool:
+        return engine.errored or not self._process.alive()
 
     def _awake(self) -> AsyncLLM:
         if self._asleep:
