@@ -137,9 +137,9 @@ class Environment:
     def run(self, *command: str) -> None:
         """Run a command with the environment's programs first on the path."""
         path = f"{self.bin}{os.pathsep}{os.environ.get('PATH', '')}"
-        self.session.run(
-            str(self.bin / command[0]), *command[1:], env={"PATH": path, "VIRTUAL_ENV": str(self.path)}, external=True
-        )
+        # A job has half a dozen processes; without byte code on disk each would compile torch and vLLM for itself.
+        env = {"PATH": path, "VIRTUAL_ENV": str(self.path), "PYTHONDONTWRITEBYTECODE": None}
+        self.session.run(str(self.bin / command[0]), *command[1:], env=env, external=True)
 
     def install(self, *arguments: str, torch: bool = False) -> None:
         """Install with uv where it is at hand, else with pip."""
