@@ -125,9 +125,10 @@ class VllmSampler(Sampler):
             for finished in asyncio.as_completed(tasks):
                 yield await finished
         finally:
-            for task in (*tasks, watch):
+            started: list[asyncio.Task[Any]] = [*tasks, watch]
+            for task in started:
                 task.cancel()
-            await asyncio.gather(*tasks, watch, return_exceptions=True)
+            await asyncio.gather(*started, return_exceptions=True)
 
     async def _fail_when_dead(self, engine: AsyncLLM) -> None:
         """End what waits for a dead engine; vLLM does so itself only where it notices the death."""
