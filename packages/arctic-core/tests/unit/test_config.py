@@ -102,6 +102,8 @@ def test_a_nested_model_built_first_fails_where_it_is_built() -> None:
         ({"training": {"schedule": {"type": "wave"}}}, "training.schedule"),
         ({"weight_sync": {"directory": "/x"}}, "directory is for a carrier that writes files"),
         ({"weight_sync": {"bucket_bytes": 0}}, "weight_sync.bucket_bytes"),
+        ({"ray": {"address": "auto", "dashboard": True}}, "are for a private cluster"),
+        ({"ray": {"address": "auto", "object_store_bytes": 2**30}}, "are for a private cluster"),
         ({"training": {"optimizer": {"betas": [0.9, 1.0]}}}, "training.optimizer.betas.1"),
         ({"training": {"optimizer": {"lr": float("nan")}}}, "training.optimizer.lr"),
         ({"deadlines": {"request": float("inf")}}, "deadlines.request"),

@@ -176,6 +176,13 @@ class RayConfig(ConfigModel):
     dashboard: bool = False
     """Start Ray's dashboard in a private cluster."""
 
+    @model_validator(mode="after")
+    def _private(self) -> Self:
+        default = type(self).model_fields["object_store_bytes"].default
+        if self.address is not None and (self.dashboard or self.object_store_bytes != default):
+            raise ValueError("dashboard and object_store_bytes are for a private cluster; one that is joined has its own")
+        return self
+
 
 class ArcticRLClientConfig(ConfigModel):
     """Everything a client needs to start, or find, the engines of one job.

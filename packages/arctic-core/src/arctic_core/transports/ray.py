@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from arctic_core import wire
-from arctic_core.config.client import ArcticRLClientConfig
+from arctic_core.config.client import ArcticRLClientConfig, RayConfig
 from arctic_core.errors import (
     ArcticError,
     DeadlineExceeded,
@@ -79,7 +79,10 @@ class RayTransport(Transport):
     def reconnect_config(self) -> ArcticRLClientConfig:
         import ray
 
-        cluster = self._config.ray.model_copy(update={"address": ray.get_runtime_context().gcs_address})
+        private = {"dashboard", "object_store_bytes"}
+        cluster = RayConfig(
+            **self._config.ray.model_dump(exclude=private | {"address"}), address=ray.get_runtime_context().gcs_address
+        )
         return self._config.model_copy(update={"connect_to": self._running().name, "ray": cluster})
 
     # --- messages -----------------------------------------------------------------------------------------------------
