@@ -24,13 +24,18 @@ from arctic_core.errors import DataError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-__all__ = ["TOKEN_FIELDS", "Batch", "Group", "Sample", "token_array"]
+__all__ = ["TOKEN_FIELDS", "TOPK_FIELDS", "Batch", "Group", "Sample", "token_array"]
 
 Group = int | str
 """A caller's id for the rollouts of one prompt. Never inferred from text or tokens."""
 
-TOKEN_FIELDS = ("loss_mask", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+TOKEN_FIELDS = ("loss_mask", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs")
 """Optional float32 fields with one entry per response token."""
+
+TOPK_FIELDS = ("topk_ids", "teacher_topk_logprobs")
+"""Optional fields with ``K`` entries per response token, ``[R, K]``: int32 token ids, and float32."""
+
+_RESPONSE_FIELDS = (*TOKEN_FIELDS, *TOPK_FIELDS)
 
 
 class Sample(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +61,13 @@ class Sample(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown
     """Log-probs (nats) under the reference model, float32 ``[R]``."""
     sampler_logprobs: np.ndarray | None = None
     """Log-probs (nats) reported by the sampler, float32 ``[R]``."""
+    teacher_logprobs: np.ndarray | None = None
+    """Log-probs (nats) of the response tokens under a teacher, float32 ``[R]``."""
+    topk_ids: np.ndarray | None = None
+    """``K`` token ids per response token, scored beside it, e.g. those a teacher finds most likely there, int32 ``[R, K]``.
+    Distinct in each row."""
+    teacher_topk_logprobs: np.ndarray | None = None
+    """Log-probs (nats) of ``topk_ids`` under a teacher, float32 ``[R, K]``."""
     policy_version: int | None = None
     """Policy version that produced the response."""
     temperature: float = 1.0
@@ -76,10 +88,7 @@ class Sample(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown
                 remedy="give every sample at least one prompt token (a BOS token will do)",
             )
         force_setattr(self, "temperature", _temperature(self.temperature, "sample"))
-        for name in TOKEN_FIELDS:
-            value = getattr(self, name)
-            if value is not None:
-                force_setattr(self, name, _field(value, self.response_length, name, "sample"))
+        _check_response_fields(self, self.response_length, "sample")
 
     @property
     def response_length(self) -> int:
@@ -120,6 +129,9 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     sampler_logprobs: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
+    topk_ids: np.ndarray | None = None
+    teacher_topk_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         force_setattr(self, "token_ids", token_array(self.token_ids, "batch.token_ids"))
@@ -144,10 +156,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
         if len(self.groups) != size:
             raise DataError(f"{len(self.groups)} group ids for {size} samples", where="batch.groups")
         self._check_per_sample(size)
-        for name in TOKEN_FIELDS:
-            value = getattr(self, name)
-            if value is not None:
-                force_setattr(self, name, _field(value, self.num_response_tokens, name, "batch"))
+        _check_response_fields(self, self.num_response_tokens, "batch")
 
     def _check_per_sample(self, size: int) -> None:
         force_setattr(self, "temperatures", _field(self.temperatures, size, "temperatures", "batch"))
@@ -167,7 +176,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
             DataError: A field is set on some samples and missing on others; the message names field and sample.
         """
         rows = list(samples)
-        fields: dict[str, np.ndarray | None] = {name: _concat_field(rows, name) for name in TOKEN_FIELDS}
+        fields: dict[str, np.ndarray | None] = {name: _concat_field(rows, name) for name in _RESPONSE_FIELDS}
         lengths = [len(row.token_ids) for row in rows]
         return cls(
             token_ids=_concat([row.token_ids for row in rows], np.int32),
@@ -191,7 +200,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
 
     def _sample(self, index: int, cu: np.ndarray) -> Sample:
         start, stop = self.cu_seqlens[index], self.cu_seqlens[index + 1]
-        fields = {name: None if (v := getattr(self, name)) is None else v[cu[index] : cu[index + 1]] for name in TOKEN_FIELDS}
+        span = slice(cu[index], cu[index + 1])
+        fields = {name: None if (v := getattr(self, name)) is None else v[span] for name in _RESPONSE_FIELDS}
         versions = self.policy_versions
         return Sample(
             token_ids=self.token_ids[start:stop],
@@ -214,7 +224,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
         return Batch.from_samples(self[i] for i in indices)
 
     def _empty_like(self) -> Batch:
-        names = ("policy_versions", *TOKEN_FIELDS)
+        names = ("policy_versions", *_RESPONSE_FIELDS)
         fields = {name: None if (value := getattr(self, name)) is None else value[:0] for name in names}
         return msgspec.structs.replace(Batch.from_samples([]), **fields)
 
@@ -248,7 +258,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
         return np.ones(self.num_response_tokens, np.float32) if self.loss_mask is None else self.loss_mask
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
-        """Cut a ``[R]`` array into one view per sample."""
+        """Cut a ``[R]`` or ``[R, K]`` array into one view per sample."""
         if len(values) != self.num_response_tokens:
             raise DataError(f"{len(values)} values for {self.num_response_tokens} response tokens", where="batch.split")
         return np.split(values, self.cu_responses[1:-1]) if len(self) else []
@@ -298,6 +308,35 @@ def _field(value: ArrayLike, length: int, name: str, where: str) -> np.ndarray:
     return array.astype(np.float32, copy=False)
 
 
+def _topk_field(value: ArrayLike, length: int, name: str, where: str) -> np.ndarray:
+    where = f"{where}.{name}"
+    array = _as_array(value, where)
+    if array.ndim != 2 or len(array) != length or not array.shape[1]:
+        raise DataError(f"has shape {array.shape}, expected ({length}, K) with K of at least 1", where=where)
+    if name == "topk_ids":
+        return token_array(array.reshape(-1), where).reshape(array.shape)
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"expected numbers, got {array.dtype}", where=where)
+    return array.astype(np.float32, copy=False)
+
+
+def _check_response_fields(value: Sample | Batch, length: int, where: str) -> None:
+    for names, check in ((TOKEN_FIELDS, _field), (TOPK_FIELDS, _topk_field)):
+        for name in names:
+            field = getattr(value, name)
+            if field is not None:
+                force_setattr(value, name, check(field, length, name, where))
+    ids, teacher = value.topk_ids, value.teacher_topk_logprobs
+    if teacher is not None and (ids is None or ids.shape != teacher.shape):
+        raise DataError(
+            f"has shape {teacher.shape}, topk_ids {'is absent' if ids is None else f'has {ids.shape}'}",
+            where=f"{where}.teacher_topk_logprobs",
+            remedy="give both, entry for entry",
+        )
+    if ids is not None and (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
+        raise DataError("a row names a token twice", where=f"{where}.topk_ids")
+
+
 def _integer(value: object, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise DataError(f"expected an integer, got {value!r}", where=where)
@@ -325,6 +364,9 @@ def _concat_field(rows: list[Sample], name: str) -> np.ndarray | None:
         return None
     if missing:
         raise DataError(f"sample {missing[0]} has no {name}, other samples have it", where=f"batch.{name}")
+    widths = {value.shape[1:] for value in values}
+    if len(widths) > 1:
+        raise DataError(f"samples differ in width: {sorted(shape[0] for shape in widths)}", where=f"batch.{name}")
     return _concat(values, np.float32)
 
 

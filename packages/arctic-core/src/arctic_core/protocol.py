@@ -76,18 +76,21 @@ class SamplingParams(Message):
                 raise DataError(f"{name}={getattr(self, name)!r} must be {expected}", where=f"sampling.{name}")
 
 
-class LossSpec(Message):
+class NamedLoss(Message):
     """A loss by name. ``options`` are validated by the loss's own config model; unknown ones are refused."""
 
     name: str
+    """A built-in loss, a plugin's, or ``package.module:attribute`` where the operator allows it
+    (``training.allow_loss_import``)."""
     options: dict[str, bool | int | float | str | None] = {}
-    normalization: Normalization = "token"
-    """What divides the summed loss, once per optimizer step: trained tokens, sequences with one, or ``constant``."""
+    normalization: Normalization | None = None
+    """What divides the summed loss, once per optimizer step: trained tokens, sequences with one, or ``constant``. ``None``
+    takes the loss's own default (:attr:`arctic_core.losses.base.LossDefinition.normalization`)."""
     constant: float | None = None
     """The divisor of ``normalization="constant"``."""
 
     def __post_init__(self) -> None:
-        if (self.normalization == "constant") != (self.constant is not None):
+        if self.normalization is not None and (self.normalization == "constant") != (self.constant is not None):
             raise DataError("`constant` goes with normalization='constant', and only with it", where="loss.constant")
         if self.constant is not None and not 0 < self.constant < float("inf"):
             raise DataError(f"constant={self.constant} must be a positive number", where="loss.constant")
@@ -194,18 +197,22 @@ class Forward(Operation, tag="forward"):
     entropy: bool = False
     temperature: float | None = None
     """Overrides the samples' own temperatures."""
+    topk: int = 0
+    """Report this many of the model's most likely tokens at each response token, with their log-probs."""
+    given_topk: bool = False
+    """Report the log-probs of the batch's own ``topk_ids`` instead; not together with ``topk``."""
 
 
 class ForwardBackward(Operation, tag="forward_backward"):
     """Accumulate the gradient of a named loss, as a sum; :class:`Step` divides once."""
 
     batch: Batch
-    loss: LossSpec
+    loss: NamedLoss
     temperature: float | None = None
 
 
 class Backward(Operation, tag="backward"):
-    """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy``, a plain sum."""
+    """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy + Σ u·topk_logprob``, a plain sum."""
 
     batch: Batch
     grad_logprobs: np.ndarray
@@ -213,6 +220,8 @@ class Backward(Operation, tag="backward"):
     grad_entropy: np.ndarray | None = None
     """``v``, float32 ``[R]``."""
     temperature: float | None = None
+    grad_topk_logprobs: np.ndarray | None = None
+    """``u``, of the log-probs of the batch's ``topk_ids``, float32 ``[R, K]``."""
 
 
 class Step(Operation, tag="step"):
@@ -365,6 +374,10 @@ class Scores(Result, tag="scores"):
     """Log-prob (nats) of each response token, float32 ``[R]``, in the batch's order."""
     entropy: np.ndarray | None
     """Entropy (nats) of the distribution each response token was drawn from, float32 ``[R]``."""
+    topk_ids: np.ndarray | None = None
+    """The tokens asked for by ``topk`` (most likely first) or ``given_topk`` (as given), int32 ``[R, K]``."""
+    topk_logprobs: np.ndarray | None = None
+    """Their log-probs (nats), float32 ``[R, K]``."""
 
 
 class Gradients(Result, tag="gradients"):

@@ -13,14 +13,14 @@ import numpy as np
 import psutil
 import pytest
 
-from arctic_core import Batch, LossSpec, Sample, SamplingParams, create_arctic_rl_client
+from arctic_core import Batch, NamedLoss, Sample, SamplingParams, create_arctic_rl_client
 from arctic_core.errors import ConfigError, DataError, EngineDiedError, EngineStartError, ModelNotFoundError
 
 from .conftest import wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-GRPO = LossSpec(name="grpo", options={"on_policy": True})
+GRPO = NamedLoss(name="grpo", options={"on_policy": True})
 #: Seconds within which a fault must show.
 NOTICE_S = 30.0
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from arctic_core import Batch, LossSpec, Sample, SamplingParams, create_arctic_rl_client
+from arctic_core import Batch, NamedLoss, Sample, SamplingParams, create_arctic_rl_client
 from arctic_core.errors import InvalidStateError, UnsupportedOperation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-GRPO = LossSpec(name="grpo", options={"on_policy": True})
+GRPO = NamedLoss(name="grpo", options={"on_policy": True})
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
 
 

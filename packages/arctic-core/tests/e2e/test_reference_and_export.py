@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from arctic_core import ArcticRLClientConfig, Batch, LossSpec, Sample, SamplingParams, create_arctic_rl_client
+from arctic_core import ArcticRLClientConfig, Batch, NamedLoss, Sample, SamplingParams, create_arctic_rl_client
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-GRPO = LossSpec(name="grpo", options={"on_policy": True, "kl_coef": 0.1})
+GRPO = NamedLoss(name="grpo", options={"on_policy": True, "kl_coef": 0.1})
 
 
 def test_the_reference_stays_and_the_export_loads(ray_config, tiny_tied_model, tmp_path):

@@ -23,10 +23,10 @@ from arctic_core.backends.packed import PackedTrainer
 from arctic_core.config import ArcticRLClientConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import EngineError
-from arctic_core.protocol import RESTORE_ALL, LossSpec
+from arctic_core.protocol import RESTORE_ALL, NamedLoss
 
 AUTHKEY = b"arctic tests"
-LOSS = LossSpec(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.01})
+LOSS = NamedLoss(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.01})
 DIVISOR = 17.0
 
 

@@ -13,12 +13,12 @@ from arctic_core.backends.torch_engine.trainer import TorchTrainer
 from arctic_core.config import ArcticRLClientConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import UnsupportedOperation
-from arctic_core.protocol import LossSpec
+from arctic_core.protocol import NamedLoss
 from arctic_core.testing import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-GRPO = LossSpec(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.02})
+GRPO = NamedLoss(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.02})
 ANYTHING = {"entropy": True, "temperature": None}
 
 

@@ -102,7 +102,7 @@ def batch(seed: int = 0, sizes: Sequence[int] = (4, 7)) -> Batch:
     return Batch.from_samples(Sample(token_ids=rng.integers(0, 512, 3 + size), prompt_length=3) for size in sizes)
 
 
-SFT = p.LossSpec(name="sft")
+SFT = p.NamedLoss(name="sft")
 
 
 # --- pause, sync and what interrupts them ---------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_a_loss_that_fails_like_a_refusal_drops_gradient_and_count(tiny_model: s
         expected = await _norm(drive, batch(1))
         await drive(p.ForwardBackward(batch=batch(0), loss=SFT))
         with pytest.raises(PluginError, match="not these tokens"):
-            await drive(p.ForwardBackward(batch=batch(0), loss=p.LossSpec(name="odd")))
+            await drive(p.ForwardBackward(batch=batch(0), loss=p.NamedLoss(name="odd")))
         assert await _norm(drive, batch(1)) == expected
 
     run(tiny_model, work, training_gpus=1)

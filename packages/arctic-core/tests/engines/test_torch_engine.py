@@ -31,9 +31,9 @@ from arctic_core.errors import (
 from arctic_core.losses.base import LossDefinition, LossInputs, LossOutput
 from arctic_core.losses.sft import sft_loss
 from arctic_core.plugins.manager import get_registry
-from arctic_core.protocol import RESTORE_ALL, LossSpec
+from arctic_core.protocol import RESTORE_ALL, NamedLoss
 
-GRPO = LossSpec(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.02, "clip_high": 0.3})
+GRPO = NamedLoss(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.02, "clip_high": 0.3})
 ANYTHING = {"entropy": True, "temperature": None}
 
 
@@ -250,11 +250,11 @@ def test_missing_fields_and_bad_options_are_named(start: Callable) -> None:
     for field in ("advantages", "old_logprobs", "ref_logprobs"):
         with pytest.raises(DataError, match=f"needs {field}"):
             trainer.forward_backward([batch.replace(**{field: None})], GRPO, temperature=None)
-    trainer.forward_backward([batch.replace(ref_logprobs=None)], LossSpec(name="grpo"), temperature=None)
+    trainer.forward_backward([batch.replace(ref_logprobs=None)], NamedLoss(name="grpo"), temperature=None)
     with pytest.raises(ConfigError, match="clip"):
-        trainer.forward_backward([batch], LossSpec(name="grpo", options={"clip": 0.1}), temperature=None)
+        trainer.forward_backward([batch], NamedLoss(name="grpo", options={"clip": 0.1}), temperature=None)
     with pytest.raises(ConfigError, match="no loss named 'nope'"):
-        trainer.forward_backward([batch], LossSpec(name="nope"), temperature=None)
+        trainer.forward_backward([batch], NamedLoss(name="nope"), temperature=None)
     with pytest.raises(DataError, match="0 and 1 only"):
         trainer.forward_backward([batch.replace(loss_mask=np.full(54, 0.5))], GRPO, temperature=None)
 
@@ -274,7 +274,7 @@ def test_a_plugins_loss_that_breaks_the_contract_is_named(
     batch = make_batch(trainer)
     monkeypatch.setitem(get_registry()._definitions["arctic_losses"], "odd", (definition, "test"))
     with pytest.raises(PluginError, match=text) as caught:
-        trainer.forward_backward([batch], LossSpec(name="odd"), temperature=None)
+        trainer.forward_backward([batch], NamedLoss(name="odd"), temperature=None)
     assert "odd" in caught.value.where
 
 

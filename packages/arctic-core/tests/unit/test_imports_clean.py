@@ -24,7 +24,7 @@ sys.meta_path.insert(0, Forbid())
 CLIENT = """
 import arctic_core
 from arctic_core import (
-    ArcticRLClientConfig, Batch, Completion, Generated, Gradients, LossSpec, Metric, MockTransport, Sample,
+    ArcticRLClientConfig, Batch, Completion, Generated, Gradients, NamedLoss, Metric, MockTransport, Sample,
     SamplingParams, Stepped, create_arctic_rl_client,
 )
 import arctic_core.client
@@ -43,7 +43,7 @@ config = ArcticRLClientConfig(model_name="Qwen/Qwen3-4B", comm_protocol="ray", t
 with create_arctic_rl_client(config, transport=MockTransport(answer)) as client:
     assert client.generate([[1, 2]], SamplingParams(max_tokens=1))[0][0].text == "x"
     batch = Batch.from_samples([Sample(token_ids=[1, 2], prompt_length=1)])
-    assert client.forward_backward(batch, LossSpec(name="grpo")).metrics["loss"].mean == 0.5
+    assert client.forward_backward(batch, NamedLoss(name="grpo")).metrics["loss"].mean == 0.5
     assert client.step().step == 1
 for name in arctic_core.__all__:
     getattr(arctic_core, name)

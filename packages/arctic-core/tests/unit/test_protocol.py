@@ -41,7 +41,7 @@ OPERATIONS: list[p.Operation] = [
     p.Forward(batch=BATCH, model="reference", entropy=True, temperature=0.7),
     p.ForwardBackward(
         batch=BATCH,
-        loss=p.LossSpec(
+        loss=p.NamedLoss(
             name="grpo", options={"a": 1, "b": 0.1, "c": True, "d": None, "e": "x"}, normalization="constant", constant=8.0
         ),
     ),
@@ -263,7 +263,7 @@ def test_one_stop_string_is_not_a_sequence_of_letters() -> None:
 )
 def test_the_constant_goes_with_its_normalization(fields: dict[str, Any]) -> None:
     with pytest.raises(DataError) as caught:
-        p.LossSpec(name="grpo", **fields)
+        p.NamedLoss(name="grpo", **fields)
     assert caught.value.where == "loss.constant"
 
 

@@ -16,7 +16,7 @@ NAMES = """
 AdamWConfig ArcticError ArcticRLClient ArcticRLClientConfig AsyncArcticRLClient Batch CheckpointError CheckpointRef
 Completion CompletionReady ConfigError ConstantSchedule CosineSchedule DataError DeadlineConfig DeadlineExceeded Done
 EngineDiedError EngineError EngineInfo EngineStartError ErrorInfo ExportRef Generated Gradients Info InvalidStateError
-LinearSchedule LogProbConfig LossSpec Metric MissingExtraError MockTransport ModelError ModelNotFoundError
+LinearSchedule LogProbConfig NamedLoss Metric MissingExtraError MockTransport ModelError ModelNotFoundError
 NonFiniteError Place PlacementError PluginError ProtocolError QueueFullError RayConfig Reply Request RewardError Sample
 SamplingConfig SamplingParams Scores Stepped SyncReport TrainingConfig Transport TransportClosedError TransportError
 UnsupportedModelError UnsupportedOperation UnsupportedVersionError WeightSyncConfig WeightSyncError WireError
@@ -34,7 +34,7 @@ Batch(*, token_ids, cu_seqlens, prompt_lengths, groups, temperatures, policy_ver
     loss_mask=None, advantages=None, old_logprobs=None, ref_logprobs=None, sampler_logprobs=None)
 SamplingParams(max_tokens=256, temperature=1.0, top_p=1.0, top_k=0, stop=(), stop_token_ids=(), ignore_eos=False,
     seed=None)
-LossSpec(name, options=<factory>, normalization='token', constant=None)
+NamedLoss(name, options=<factory>, normalization='token', constant=None)
 Completion(token_ids, logprobs, text, finish_reason, policy_version)
 Metric(sum, count=1.0)
 ArcticRLClient.info(self)
@@ -83,7 +83,7 @@ def surface() -> list[str]:
         f"{name}{parameters(getattr(arctic_core, name))}"
         for name in (
             *("create_arctic_rl_client", "create_async_arctic_rl_client", "MockTransport", "ArcticError"),
-            *("Sample", "Batch", "SamplingParams", "LossSpec", "Completion", "Metric"),
+            *("Sample", "Batch", "SamplingParams", "NamedLoss", "Completion", "Metric"),
         )
     ]
     for cls in (arctic_core.ArcticRLClient, arctic_core.Transport, arctic_core.Sample, arctic_core.Batch):

@@ -21,7 +21,7 @@ from arctic_core.errors import (
     PlacementError,
     QueueFullError,
 )
-from arctic_core.protocol import Done, Generate, LossSpec, Reply, SamplingParams
+from arctic_core.protocol import Done, Generate, NamedLoss, Reply, SamplingParams
 from arctic_core.service.generation import Admission, make_jobs
 from arctic_core.service.launch import make_spec
 from arctic_core.service.ledger import Ledger
@@ -198,10 +198,10 @@ def _batch(masks: list[list[float]]) -> Batch:
 
 def test_divisor_counts_over_calls():
     batch = _batch([[1, 0, 1], [], [0, 0], [1]])
-    token = LossSpec(name="grpo")
+    token = NamedLoss(name="grpo")
     assert Divisor().with_loss(batch, token).with_loss(batch, token).value() == 6
-    assert Divisor().with_loss(batch, LossSpec(name="grpo", normalization="sequence")).value() == 2
-    constant = LossSpec(name="grpo", normalization="constant", constant=8.0)
+    assert Divisor().with_loss(batch, NamedLoss(name="grpo", normalization="sequence")).value() == 2
+    constant = NamedLoss(name="grpo", normalization="constant", constant=8.0)
     assert Divisor().with_loss(batch, constant).with_loss(batch, constant).value() == 8
     assert Divisor().with_sum().with_sum().value() == 1
     assert Divisor().with_loss(_batch([[0, 0]]), token).value() == 1
@@ -210,15 +210,15 @@ def test_divisor_counts_over_calls():
 def test_divisors_do_not_mix_and_need_a_gradient():
     batch = _batch([[1]])
     with pytest.raises(InvalidStateError, match="normalised by token, this call by sum"):
-        Divisor().with_loss(batch, LossSpec(name="grpo")).with_sum()
+        Divisor().with_loss(batch, NamedLoss(name="grpo")).with_sum()
     with pytest.raises(InvalidStateError, match="no accumulated gradient"):
         Divisor().value()
 
 
 def test_constants_that_differ_a_little_do_not_mix():
-    first = Divisor().with_loss(_batch([[1]]), LossSpec(name="sft", normalization="constant", constant=1_000_001.0))
+    first = Divisor().with_loss(_batch([[1]]), NamedLoss(name="sft", normalization="constant", constant=1_000_001.0))
     with pytest.raises(InvalidStateError):
-        first.with_loss(_batch([[1]]), LossSpec(name="sft", normalization="constant", constant=1_000_002.0))
+        first.with_loss(_batch([[1]]), NamedLoss(name="sft", normalization="constant", constant=1_000_002.0))
 
 
 class _Sleeper(Engine):

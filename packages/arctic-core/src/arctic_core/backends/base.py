@@ -19,7 +19,7 @@ import numpy as np
 
 from arctic_core.config.client import ArcticRLClientConfig
 from arctic_core.data import Batch
-from arctic_core.protocol import Completion, EngineName, LossSpec, Metric, RestorePart, SamplingParams
+from arctic_core.protocol import Completion, EngineName, NamedLoss, Metric, RestorePart, SamplingParams
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
 
@@ -134,7 +134,7 @@ class Trainer(LogProb):
 
     @abc.abstractmethod
     def forward_backward(
-        self, micro_batches: Sequence[Batch], loss: LossSpec, *, temperature: float | None
+        self, micro_batches: Sequence[Batch], loss: NamedLoss, *, temperature: float | None
     ) -> dict[str, Metric]:
         """Accumulate the gradient of the summed loss; metrics are this rank's sums."""
 

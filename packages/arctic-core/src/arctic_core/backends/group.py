@@ -29,7 +29,7 @@ from arctic_core.errors import (
     EngineError,
     InvalidStateError,
 )
-from arctic_core.protocol import Completion, LossSpec, Metric, RestorePart, Scores
+from arctic_core.protocol import Completion, NamedLoss, Metric, RestorePart, Scores
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
 #: Seconds the other ranks get to fail too, once one has failed, before they count as stuck in a collective.
@@ -131,7 +131,7 @@ class TrainerGroup(LogProbGroup):
         """Whether a gradient waits for :meth:`step`."""
         return self._divisor.kind is not None
 
-    async def forward_backward(self, batch: Batch, loss: LossSpec, *, temperature: float | None) -> dict[str, Metric]:
+    async def forward_backward(self, batch: Batch, loss: NamedLoss, *, temperature: float | None) -> dict[str, Metric]:
         """Accumulate a named loss's gradient; returns metrics summed over ranks.
 
         Raises:
@@ -258,7 +258,7 @@ class Divisor:
         self.kind = kind
         self.count = count
 
-    def with_loss(self, batch: Batch, loss: LossSpec) -> Divisor:
+    def with_loss(self, batch: Batch, loss: NamedLoss) -> Divisor:
         """Count a batch under a loss's normalization."""
         if loss.normalization == "constant":
             assert loss.constant is not None

@@ -40,7 +40,7 @@ from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, l
 from arctic_core.models.scoring import PackedInputs, ScoringModule, pack
 from arctic_core.optim import learning_rate
 from arctic_core.plugins.manager import get_registry
-from arctic_core.protocol import LossSpec, Metric, RestorePart
+from arctic_core.protocol import NamedLoss, Metric, RestorePart
 from arctic_core.sync.carriers import WeightCarrier
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
@@ -247,7 +247,7 @@ class PackedTrainer(PackedEngine, Trainer):
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, micro_batches: Sequence[Batch], loss: LossSpec, *, temperature: float | None
+        self, micro_batches: Sequence[Batch], loss: NamedLoss, *, temperature: float | None
     ) -> dict[str, Metric]:
         definition = get_registry().loss(loss.name)
         options = definition.config_model.parse(dict(loss.options), where=f"loss {loss.name!r}")

@@ -123,13 +123,13 @@ class AsyncArcticRLClient:
         return await self._core.call(ops.forward(batch, model=model, entropy=entropy, temperature=temperature), p.Scores)
 
     async def forward_backward(
-        self, batch: BatchLike, loss: p.LossSpec | str, *, temperature: float | None = None
+        self, batch: BatchLike, loss: p.NamedLoss | str, *, temperature: float | None = None
     ) -> p.Gradients:
         """Accumulate the gradient of a named loss, as a sum that :meth:`step` divides once; returns metrics.
 
         Args:
             batch: A :class:`Batch` with the fields the loss needs, or its samples.
-            loss: A :class:`LossSpec`, or the name of a loss to be used with its defaults.
+            loss: A :class:`NamedLoss`, or the name of a loss to be used with its defaults.
             temperature: Used for all samples instead of their own.
         """
         operation = ops.forward_backward(batch, loss, temperature=temperature)

@@ -57,8 +57,8 @@ def forward(batch: BatchLike, *, model: p.ModelName, entropy: bool, temperature:
     )
 
 
-def forward_backward(batch: BatchLike, loss: p.LossSpec | str, *, temperature: float | None) -> p.ForwardBackward:
-    spec = p.LossSpec(name=loss) if isinstance(loss, str) else _instance(loss, p.LossSpec, "forward_backward.loss")
+def forward_backward(batch: BatchLike, loss: p.NamedLoss | str, *, temperature: float | None) -> p.ForwardBackward:
+    spec = p.NamedLoss(name=loss) if isinstance(loss, str) else _instance(loss, p.NamedLoss, "forward_backward.loss")
     return p.ForwardBackward(
         batch=_batch(batch, "forward_backward"),
         loss=spec,

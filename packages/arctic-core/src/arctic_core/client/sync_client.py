@@ -111,7 +111,7 @@ class ArcticRLClient:
         """Log-probs (nats) of the batch's response tokens; see :meth:`AsyncArcticRLClient.forward`."""
         return self._loop.run(self._twin.forward(batch, model=model, entropy=entropy, temperature=temperature))
 
-    def forward_backward(self, batch: BatchLike, loss: p.LossSpec | str, *, temperature: float | None = None) -> p.Gradients:
+    def forward_backward(self, batch: BatchLike, loss: p.NamedLoss | str, *, temperature: float | None = None) -> p.Gradients:
         """Accumulate the gradient of a named loss; see :meth:`AsyncArcticRLClient.forward_backward`."""
         return self._loop.run(self._twin.forward_backward(batch, loss, temperature=temperature))
 

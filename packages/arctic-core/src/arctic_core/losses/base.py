@@ -1,9 +1,11 @@
 """The contract of a loss: packed tensors and a final mask in, a *sum* and (sum, count) metrics out.
 
-Suffix legend: ``_R`` response-token axis of a packed micro-batch, ``_B`` samples.
+Suffix legend: ``_R`` response-token axis of a packed micro-batch, ``_K`` tokens scored beside each response token, ``_B``
+samples.
 
-A loss never divides by a token or sample count: the engine divides the accumulated gradient once per optimizer step
-(:class:`arctic_core.protocol.LossSpec`). It never looks at masked slots: they may hold NaN, so mask *before* arithmetic.
+A loss never divides by a token or sample count of the batch: the engine divides the accumulated gradient once per optimizer
+step (:class:`arctic_core.protocol.NamedLoss`). A sample is never cut, so a loss may average inside one. It never looks at
+masked slots: they may hold NaN, so mask *before* arithmetic.
 
 This module imports torch for types only.
 """
@@ -15,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from arctic_core.config.base import ConfigModel
+from arctic_core.errors import ConfigError
+from arctic_core.protocol import NamedLoss, Normalization
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +40,11 @@ class LossInputs:
     old_logprobs_R: torch.Tensor | None = None
     ref_logprobs_R: torch.Tensor | None = None
     sampler_logprobs_R: torch.Tensor | None = None
+    teacher_logprobs_R: torch.Tensor | None = None
+    topk_logprobs_RK: torch.Tensor | None = None
+    """Log-probs of the batch's ``topk_ids`` under the policy, with gradient; ``None`` unless the loss asked for it."""
+    teacher_topk_logprobs_RK: torch.Tensor | None = None
+    """Log-probs of the same tokens under the teacher."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +63,66 @@ class LossDefinition:
 
     name: str
     config_model: type[ConfigModel]
-    """Validates :attr:`LossSpec.options`."""
+    """Validates :attr:`NamedLoss.options`."""
     compute: Callable[[LossInputs, Any], LossOutput]
     """``compute(inputs, config)``; pure."""
     requires: tuple[str, ...] = ()
-    """Batch fields (see :data:`arctic_core.data.TOKEN_FIELDS`) that must be present whatever the options."""
+    """Batch fields (see :data:`arctic_core.data.TOKEN_FIELDS` and ``TOPK_FIELDS``) that must be present whatever the options."""
     requires_for: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """Further fields that these options need."""
     needs_entropy: Callable[[Any], bool] = lambda config: False
     """Whether these options need :attr:`LossInputs.entropy_R`."""
+    needs_topk: Callable[[Any], bool] = lambda config: False
+    """Whether these options need :attr:`LossInputs.topk_logprobs_RK`."""
+    normalization: Normalization = "token"
+    """What divides the summed loss where the caller leaves it open. With ``constant`` the caller must give one."""
+
+
+@dataclass(frozen=True)
+class PreparedLoss:
+    """A named loss with its options checked: what engines and clients compute with."""
+
+    definition: LossDefinition
+    config: Any
+    """The validated options."""
+    required: tuple[str, ...]
+    """Batch fields that must be present."""
+    normalization: Normalization
+    constant: float | None
+    """The divisor of ``constant``."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.definition.needs_entropy(self.config)
+
+    @property
+    def needs_topk(self) -> bool:
+        return self.definition.needs_topk(self.config)
+
+    def compute(self, inputs: LossInputs) -> LossOutput:
+        return self.definition.compute(inputs, self.config)
+
+
+def prepare_loss(definition: LossDefinition, loss: NamedLoss) -> PreparedLoss:
+    """Check a loss's options and settle what divides it.
+
+    Raises:
+        ConfigError: An option is unknown or out of range, the normalisation contradicts the options, or the constant is missing.
+    """
+    where = f"loss {loss.name!r}"
+    config = definition.config_model.parse(dict(loss.options), where=where)
+    normalization = loss.normalization or ("constant" if loss.constant is not None else definition.normalization)
+    if normalization == "constant" and loss.constant is None:
+        raise ConfigError(
+            "is normalised by a constant that you give",
+            where=where,
+            remedy="set `constant`, e.g. to the samples of an optimizer step times the longest response, or another normalization",
+        )
+    if normalization == "token" and getattr(config, "sequence_reduction", "sum") == "mean":
+        raise ConfigError(
+            "a mean over each sequence cannot be divided by tokens again",
+            where=where,
+            remedy='set normalization="sequence", or the option sequence_reduction="sum"',
+        )
+    required = tuple(dict.fromkeys((*definition.requires, *definition.requires_for(config))))
+    return PreparedLoss(definition, config, required, normalization, loss.constant)

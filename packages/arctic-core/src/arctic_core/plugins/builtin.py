@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from arctic_core.backends.base import EngineDefinition
-from arctic_core.config.losses import GRPOLossConfig, SFTLossConfig
+from arctic_core.config import losses
 from arctic_core.errors import MissingExtraError
 from arctic_core.losses.base import LossDefinition, LossInputs, LossOutput
 from arctic_core.plugins.hookspecs import hookimpl
+from arctic_core.protocol import Normalization
 from arctic_core.rl.reasoning_gym_task import ReasoningGymOptions, create_reasoning_gym
 from arctic_core.rl.tasks import AdditionOptions, TaskDefinition, create_addition
 from arctic_core.sync.carriers import CarrierDefinition, WeightCarrier
@@ -63,19 +64,37 @@ def arctic_samplers() -> list[EngineDefinition]:
 @hookimpl
 def arctic_losses() -> list[LossDefinition]:
     return [
+        _policy_loss(losses.GRPOLossConfig, "clipped", "grpo_loss", "sequence"),
+        _policy_loss(losses.DAPOLossConfig, "clipped", "dapo_loss", "token"),
+        _policy_loss(losses.DrGRPOLossConfig, "clipped", "dr_grpo_loss", "constant"),
+        _policy_loss(losses.PPOLossConfig, "clipped", "ppo_loss", "token"),
+        _policy_loss(losses.ReinforcePPLossConfig, "clipped", "reinforce_pp_loss", "token"),
+        _policy_loss(losses.GSPOLossConfig, "clipped", "gspo_loss", "sequence"),
+        _policy_loss(losses.RLOOLossConfig, "rloo", "rloo_loss", "sequence"),
+        _policy_loss(losses.CISPOLossConfig, "cispo", "cispo_loss", "token"),
+        _policy_loss(losses.SAPOLossConfig, "sapo", "sapo_loss", "sequence"),
+        LossDefinition("sft", losses.SFTLossConfig, _loss("sft", "sft_loss")),
         LossDefinition(
-            "grpo",
-            GRPOLossConfig,
-            _loss("grpo", "grpo_loss"),
-            requires=("advantages",),
-            requires_for=lambda options: (
-                *(() if options.on_policy else ("old_logprobs",)),
-                *(("ref_logprobs",) if options.kl_coef else ()),
-            ),
-            needs_entropy=lambda options: options.entropy_coef != 0,
+            "distill",
+            losses.DistillLossConfig,
+            _loss("distill", "distill_loss"),
+            requires_for=losses.DistillLossConfig.required_fields,
+            needs_topk=losses.DistillLossConfig.needs_topk,
         ),
-        LossDefinition("sft", SFTLossConfig, _loss("sft", "sft_loss")),
     ]
+
+
+def _policy_loss(
+    config: type[losses.PolicyLossConfig], module: str, function: str, normalization: Normalization
+) -> LossDefinition:
+    return LossDefinition(
+        config.model_fields["name"].default,
+        config,
+        _loss(module, function),
+        requires_for=config.required_fields,
+        needs_entropy=config.needs_entropy,
+        normalization=normalization,
+    )
 
 
 def _loss(module: str, name: str) -> Callable[[LossInputs, Any], LossOutput]:

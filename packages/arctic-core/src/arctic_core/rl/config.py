@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from arctic_core.config import ArcticRLClientConfig, ConfigModel
-from arctic_core.protocol import LossSpec, SamplingParams
+from arctic_core.protocol import NamedLoss, SamplingParams
 
 Backend = Literal["local", "ray"]
 OptionValue = bool | int | float | str | None
@@ -65,7 +65,7 @@ class LossConfig(ConfigModel):
     """Registered loss."""
     options: dict[str, OptionValue] = Field({})
     """Options of that loss, e.g. ``clip_low``, ``clip_high``, ``kl_coef``, ``entropy_coef``; the loss refuses unknown ones."""
-    normalization: Literal["token", "sequence", "constant"] = "token"
+    normalization: Literal["token", "sequence", "constant"] | None = None
     """What the summed loss is divided by, once per optimizer step."""
     constant: float | None = Field(None, gt=0)
     """The divisor of ``normalization: constant``, which alone takes it."""
@@ -76,9 +76,9 @@ class LossConfig(ConfigModel):
             raise ValueError("`constant` goes with normalization 'constant', and only with it")
         return self
 
-    def spec(self) -> LossSpec:
+    def spec(self) -> NamedLoss:
         """The protocol's loss."""
-        return LossSpec(name=self.name, options=self.options, normalization=self.normalization, constant=self.constant)
+        return NamedLoss(name=self.name, options=self.options, normalization=self.normalization, constant=self.constant)
 
 
 class AdvantageConfig(ConfigModel):
