@@ -19,7 +19,7 @@ import numpy as np
 
 from arctic_core.config.client import ArcticRLClientConfig
 from arctic_core.data import Batch
-from arctic_core.protocol import Completion, EngineName, NamedLoss, Metric, RestorePart, SamplingParams
+from arctic_core.protocol import Completion, EngineName, Metric, NamedLoss, RestorePart, SamplingParams
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
 

@@ -29,7 +29,7 @@ from arctic_core.errors import (
     EngineError,
     InvalidStateError,
 )
-from arctic_core.protocol import Completion, NamedLoss, Metric, RestorePart, Scores
+from arctic_core.protocol import Completion, Metric, NamedLoss, RestorePart, Scores
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
 #: Seconds the other ranks get to fail too, once one has failed, before they count as stuck in a collective.

@@ -40,7 +40,7 @@ from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, l
 from arctic_core.models.scoring import PackedInputs, ScoringModule, pack
 from arctic_core.optim import learning_rate
 from arctic_core.plugins.manager import get_registry
-from arctic_core.protocol import NamedLoss, Metric, RestorePart
+from arctic_core.protocol import Metric, NamedLoss, RestorePart
 from arctic_core.sync.carriers import WeightCarrier
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
