@@ -26,8 +26,8 @@ class PolicyLossConfig(ConfigModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Value of the KL term."""
     kl_gradient: Literal["own", "score"] = "own"
-    """Gradient of the KL term: ``own`` differentiates the estimator as it stands; ``score`` takes the score-function gradient
-    ``(log π − log π_ref)·∇log π``, that of KL(π ‖ π_ref) where the samples are the policy's."""
+    """Gradient of the KL term: ``own`` differentiates the estimator as it stands; ``score`` takes the score-function
+    gradient ``(log π − log π_ref)·∇log π``, that of KL(π ‖ π_ref) where the samples are the policy's."""
     kl_importance: bool = False
     """Weight the KL term of each token by its importance ratio ``π / π_old``, gradient included: with ``own`` and k1 or k3 the
     gradient is then that of KL(π ‖ π_ref) for samples of the old policy too."""
@@ -200,8 +200,8 @@ class DistillLossConfig(ConfigModel):
     tail: Literal["bucket", "renormalize"] = "bucket"
     """Of ``topk``, the mass outside the ``K`` tokens: one further outcome, or none after both sides are scaled to sum to 1."""
     on_policy: bool = True
-    """Of ``sampled``: the responses are the policy's own. Otherwise each token is weighted by ``π / π_old`` and ``old_logprobs``
-    are needed."""
+    """Of ``sampled``: the responses are the policy's own. Otherwise each token is weighted by ``π / π_old`` and
+    ``old_logprobs`` are needed."""
 
     @model_validator(mode="after")
     def _source_fits(self) -> DistillLossConfig:

@@ -67,7 +67,7 @@ class LossDefinition:
     compute: Callable[[LossInputs, Any], LossOutput]
     """``compute(inputs, config)``; pure."""
     requires: tuple[str, ...] = ()
-    """Batch fields (see :data:`arctic_core.data.TOKEN_FIELDS` and ``TOPK_FIELDS``) that must be present whatever the options."""
+    """Batch fields (:data:`arctic_core.data.TOKEN_FIELDS`, ``TOPK_FIELDS``) that must be present whatever the options."""
     requires_for: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """Further fields that these options need."""
     needs_entropy: Callable[[Any], bool] = lambda config: False
@@ -107,7 +107,8 @@ def prepare_loss(definition: LossDefinition, loss: NamedLoss) -> PreparedLoss:
     """Check a loss's options and settle what divides it.
 
     Raises:
-        ConfigError: An option is unknown or out of range, the normalisation contradicts the options, or the constant is missing.
+        ConfigError: An option is unknown or out of range, the normalisation contradicts the options, or its constant is
+            missing.
     """
     where = f"loss {loss.name!r}"
     config = definition.config_model.parse(dict(loss.options), where=where)
@@ -116,7 +117,7 @@ def prepare_loss(definition: LossDefinition, loss: NamedLoss) -> PreparedLoss:
         raise ConfigError(
             "is normalised by a constant that you give",
             where=where,
-            remedy="set `constant`, e.g. to the samples of an optimizer step times the longest response, or another normalization",
+            remedy="set `constant`, e.g. to samples per optimizer step times the longest response, or another normalization",
         )
     if normalization == "token" and getattr(config, "sequence_reduction", "sum") == "mean":
         raise ConfigError(
