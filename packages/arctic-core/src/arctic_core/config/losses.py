@@ -35,8 +35,8 @@ class PolicyLossConfig(ConfigModel):
     """Weight of the entropy bonus."""
     mismatch: Literal["none", "tis", "mis", "icepop"] = "none"
     """Correction for a sampler whose probabilities differ from the trainer's, by ``ρ = π_old / π_sampler``; needs
-    ``sampler_logprobs``. ``tis`` truncates ``ρ`` at ``mismatch_high``; ``mis`` and ``icepop`` give weight 0 to what lies outside
-    ``[mismatch_low, mismatch_high]``, and ``icepop`` does so at token level only."""
+    ``sampler_logprobs``. ``tis`` truncates ``ρ`` at ``mismatch_high``; ``mis`` and ``icepop`` give weight 0 to what lies
+    outside ``[mismatch_low, mismatch_high]``, and ``icepop`` does so at token level only."""
     mismatch_level: Literal["token", "sequence", "geometric"] = "token"
     """What ``ρ`` belongs to: a token, a sequence (product over its trained tokens), or a sequence by the geometric mean."""
     mismatch_low: float | None = Field(None, ge=0)
