@@ -69,7 +69,7 @@ def test_equals_one_forward_per_sample_in_value_and_gradient(tiny_model: str, ch
         packed.gradient_checkpointing_enable({"use_reentrant": False})
     packed.train()
     batch = make_batch(temperature=0.7)
-    actual, expected = ScoringModule(packed)(pack(batch, "cpu"), True), dense_scores(plain, batch)
+    actual, expected = ScoringModule(packed)(pack(batch, "cpu"), True)[:2], dense_scores(plain, batch)
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
     mine, theirs = gradient(packed, actual), gradient(plain, expected)
@@ -92,7 +92,7 @@ def test_float32_scores_agree_with_eager(tiny_tied_model: str) -> None:
     eager = AutoModelForCausalLM.from_pretrained(tiny_tied_model, dtype=torch.float32, attn_implementation="eager")
     batch = make_batch()
     with torch.no_grad():
-        logprobs_R, entropy_R = ScoringModule(model)(pack(batch, "cpu"), True)
+        logprobs_R, entropy_R, *_ = ScoringModule(model)(pack(batch, "cpu"), True)
         expected = dense_scores(eager, batch)
     torch.testing.assert_close(logprobs_R, expected[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy_R, expected[1], rtol=0, atol=1e-5)
@@ -102,7 +102,7 @@ def test_float32_scores_agree_with_eager(tiny_tied_model: str) -> None:
 def test_without_response_tokens_every_parameter_gets_a_zero_gradient(tiny_model: str, shapes: list) -> None:
     """ZeRO-3 needs a backward pass on every rank, also on one without work."""
     model = load_causal_lm(tiny_model, dtype="float32", device="cpu")
-    logprobs_R, entropy_R = ScoringModule(model)(pack(make_batch(shapes), "cpu"), True)
+    logprobs_R, entropy_R, *_ = ScoringModule(model)(pack(make_batch(shapes), "cpu"), True)
     assert logprobs_R.shape == entropy_R.shape == (0,)
     (logprobs_R.sum() + entropy_R.sum()).backward()
     for name, parameter in model.named_parameters():
