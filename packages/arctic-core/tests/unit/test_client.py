@@ -14,7 +14,8 @@ import pytest
 from arctic_core import protocol as p
 from arctic_core.client import ArcticRLClient, AsyncArcticRLClient, create_arctic_rl_client, create_async_arctic_rl_client
 from arctic_core.client import core as client_core
-from arctic_core.config import ArcticRLClientConfig
+from arctic_core.config import ArcticRLClientConfig, ConfigModel
+from arctic_core.config.losses import GRPOLossConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import (
     ArcticError,
@@ -35,7 +36,18 @@ SAMPLES = [
     Sample(token_ids=[1, 2, 3], prompt_length=1, advantages=[1.0, -1.0]),
     Sample(token_ids=[4], prompt_length=1, advantages=[]),
 ]
+TOPK = [
+    SAMPLES[0].replace(topk_ids=[[1, 2, 3], [4, 5, 6]]),
+    SAMPLES[1].replace(topk_ids=np.zeros((0, 3), np.int32)),
+]
 STEPPED = p.Stepped(grad_norm=1.0, lr=0.1, step=1, policy_version=1)
+
+
+class Odd(ConfigModel):
+    """Options of a loss that do not fit into a message."""
+
+    name: str = "odd"
+    weights: tuple[float, ...]
 
 
 def completion(token: int = 1) -> p.Completion:
@@ -124,10 +136,14 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
         {"model": "reference", "entropy": True, "temperature": 2},
         {"model": "reference", "temperature": 2.0},
     ),
+    ("forward", (SAMPLES,), {"topk": np.int64(3)}, {"topk": 3, "given_topk": False}),
+    ("forward", (TOPK,), {"given_topk": True}, {"topk": 0, "given_topk": True}),
+    ("forward", ([],), {"given_topk": True}, {"given_topk": True}),
     ("forward_backward", (SAMPLES, "grpo"), {}, {"temperature": None}),
     ("forward_backward", (Batch.from_samples(SAMPLES), p.NamedLoss(name="sft")), {"temperature": 0.5}, {"temperature": 0.5}),
     ("backward", (SAMPLES, [1, 2]), {}, {"grad_entropy": None}),
     ("backward", (SAMPLES, [1, 2], np.ones(2)), {}, {"temperature": None}),
+    ("backward", (TOPK, [1, 2], np.ones(2)), {"grad_topk_logprobs": [[1, 2, 3]] * 2}, {"temperature": None}),
     ("step", (), {"lr": 1, "max_grad_norm": np.float32(0.5)}, {"lr": 1.0, "max_grad_norm": 0.5}),
     ("zero_grad", (), {}, {}),
     ("sync_weights", (), {"probe": [[1, 2]], "force": True}, {"force": True}),
@@ -172,6 +188,19 @@ def test_gradients_arrive_as_float32_in_order(client: ArcticRLClient, mock: Mock
     assert (operation.grad_logprobs.tolist(), operation.grad_entropy.tolist()) == ([0.5, -0.25], [1.0, 0.0])
 
 
+def test_a_loss_is_given_whole_by_name_or_by_its_options(client: ArcticRLClient, mock: MockTransport) -> None:
+    config = GRPOLossConfig(clip_high=0.28, kl_coef=0.5)
+    whole = p.NamedLoss(name="sft", normalization="sequence")
+    for loss in ("sapo", whole, config):
+        client.forward_backward(SAMPLES, loss)
+    by_name, given, by_options = (operation.loss for operation in mock.operations)  # type: ignore[attr-defined]
+    assert (by_name.name, by_name.options, by_name.normalization) == ("sapo", {}, None)
+    assert (given.name, given.normalization) == ("sft", "sequence")
+    assert (by_options.name, by_options.normalization) == ("grpo", None)
+    assert GRPOLossConfig.parse(dict(by_options.options)) == config
+    assert "name" not in by_options.options
+
+
 def test_generate_returns_lists_in_the_callers_order(client: ArcticRLClient, mock: MockTransport) -> None:
     rows = client.generate(
         [[1], np.array([2, 3])], p.SamplingParams(max_tokens=1), n=2, group=("a", np.int64(4)), request_id="mine"
@@ -204,12 +233,29 @@ BAD_CALLS: list[tuple[Callable[[ArcticRLClient], Any], str, str]] = [
     (lambda c: c.forward([SAMPLES[0], "x"]), "forward.batch[1]", "expected a Sample"),
     (lambda c: c.forward(SAMPLES, model="critic"), "forward.model", "'policy', 'reference'"),
     (lambda c: c.forward(SAMPLES, temperature=0), "forward.temperature", "positive"),
+    (lambda c: c.forward(SAMPLES, topk=-1), "forward.topk", "below 0"),
+    (lambda c: c.forward(SAMPLES, topk=2.0), "forward.topk", "expected an integer"),
+    (lambda c: c.forward(TOPK, topk=2, given_topk=True), "forward.topk", "different tokens"),
+    (lambda c: c.forward(SAMPLES, given_topk=True), "forward.given_topk", "no topk_ids"),
     (lambda c: c.forward_backward(SAMPLES, 3), "forward_backward.loss", "expected a NamedLoss"),
+    (lambda c: c.forward_backward(SAMPLES, CONFIG), "forward_backward.loss", "expected a NamedLoss"),
+    (lambda c: c.forward_backward(SAMPLES, Odd(weights=(1.0, 2.0))), "forward_backward.loss", "'weights' is a tuple"),
     (lambda c: c.forward_backward(SAMPLES, "grpo", temperature=-1), "forward_backward.temperature", "positive"),
     (lambda c: c.backward(SAMPLES, [1.0]), "backward.grad_logprobs", r"\(1,\), the batch has 2 response tokens"),
     (lambda c: c.backward(SAMPLES, [[1.0, 2.0]]), "backward.grad_logprobs", "response tokens"),
     (lambda c: c.backward(SAMPLES, ["a", "b"]), "backward.grad_logprobs", "expected numbers"),
     (lambda c: c.backward(SAMPLES, [1, 2], [1, 2, 3]), "backward.grad_entropy", "2 response tokens"),
+    (lambda c: c.backward(SAMPLES, [1, 2], grad_topk_logprobs=[[1], [2]]), "backward.grad_topk_logprobs", "no topk_ids"),
+    (
+        lambda c: c.backward(TOPK, [1, 2], grad_topk_logprobs=[[1, 2]] * 2),
+        "backward.grad_topk_logprobs",
+        r"\(2, 2\), the batch's topk_ids have \(2, 3\)",
+    ),
+    (
+        lambda c: c.backward(TOPK, [1, 2], grad_topk_logprobs=[["a"] * 3] * 2),
+        "backward.grad_topk_logprobs",
+        "expected numbers",
+    ),
     (lambda c: c.step(lr=-1), "step.lr", "non-negative"),
     (lambda c: c.step(lr=float("nan")), "step.lr", "non-negative"),
     (lambda c: c.step(max_grad_norm="1"), "step.max_grad_norm", "expected a number"),

@@ -13,14 +13,16 @@ import pytest
 import arctic_core
 
 NAMES = """
-AdamWConfig ArcticError ArcticRLClient ArcticRLClientConfig AsyncArcticRLClient Batch CheckpointError CheckpointRef
-Completion CompletionReady ConfigError ConstantSchedule CosineSchedule DataError DeadlineConfig DeadlineExceeded Done
-EngineDiedError EngineError EngineInfo EngineStartError ErrorInfo ExportRef Generated Gradients Info InvalidStateError
-LinearSchedule LogProbConfig NamedLoss Metric MissingExtraError MockTransport ModelError ModelNotFoundError
-NonFiniteError Place PlacementError PluginError ProtocolError QueueFullError RayConfig Reply Request RewardError Sample
-SamplingConfig SamplingParams Scores Stepped SyncReport TrainingConfig Transport TransportClosedError TransportError
-UnsupportedModelError UnsupportedOperation UnsupportedVersionError WeightSyncConfig WeightSyncError WireError
-__version__ create_arctic_rl_client create_async_arctic_rl_client
+AdamWConfig ArcticError ArcticRLClient ArcticRLClientConfig AsyncArcticRLClient Batch CISPOLossConfig CheckpointError
+CheckpointRef Completion CompletionReady ConfigError ConstantSchedule CosineSchedule DAPOLossConfig DataError
+DeadlineConfig DeadlineExceeded DistillLossConfig Done DrGRPOLossConfig EngineDiedError EngineError EngineInfo
+EngineStartError ErrorInfo ExportRef GRPOLossConfig GSPOLossConfig Generated Gradients Info InvalidStateError
+LinearSchedule LogProbConfig Metric MissingExtraError MockTransport ModelError ModelNotFoundError NamedLoss
+NonFiniteError PPOLossConfig Place PlacementError PluginError ProtocolError QueueFullError RLOOLossConfig RayConfig
+ReinforcePPLossConfig Reply Request RewardError SAPOLossConfig SFTLossConfig Sample SamplingConfig SamplingParams Scores
+Stepped SyncReport TrainingConfig Transport TransportClosedError TransportError UnsupportedModelError
+UnsupportedOperation UnsupportedVersionError ValueLossConfig WeightSyncConfig WeightSyncError WireError __version__
+create_arctic_rl_client create_async_arctic_rl_client
 """
 
 SIGNATURES = """
@@ -29,12 +31,14 @@ create_async_arctic_rl_client(config, *, transport=None)
 MockTransport(handler)
 ArcticError(message, *, where='', remedy='')
 Sample(*, token_ids, prompt_length, group=0, loss_mask=None, advantages=None, old_logprobs=None,
-    ref_logprobs=None, sampler_logprobs=None, policy_version=None, temperature=1.0)
+    ref_logprobs=None, sampler_logprobs=None, teacher_logprobs=None, topk_ids=None,
+    teacher_topk_logprobs=None, policy_version=None, temperature=1.0)
 Batch(*, token_ids, cu_seqlens, prompt_lengths, groups, temperatures, policy_versions=None,
-    loss_mask=None, advantages=None, old_logprobs=None, ref_logprobs=None, sampler_logprobs=None)
+    loss_mask=None, advantages=None, old_logprobs=None, ref_logprobs=None, sampler_logprobs=None,
+    teacher_logprobs=None, topk_ids=None, teacher_topk_logprobs=None)
 SamplingParams(max_tokens=256, temperature=1.0, top_p=1.0, top_k=0, stop=(), stop_token_ids=(), ignore_eos=False,
     seed=None)
-NamedLoss(name, options=<factory>, normalization='token', constant=None)
+NamedLoss(name, options=<factory>, normalization=None, constant=None)
 Completion(token_ids, logprobs, text, finish_reason, policy_version)
 Metric(sum, count=1.0)
 ArcticRLClient.info(self)
@@ -44,9 +48,9 @@ ArcticRLClient.reset_prefix_cache(self)
 ArcticRLClient.pause(self, mode='drain')
 ArcticRLClient.resume(self)
 ArcticRLClient.abort(self, request_ids=())
-ArcticRLClient.forward(self, batch, *, model='policy', entropy=False, temperature=None)
+ArcticRLClient.forward(self, batch, *, model='policy', entropy=False, temperature=None, topk=0, given_topk=False)
 ArcticRLClient.forward_backward(self, batch, loss, *, temperature=None)
-ArcticRLClient.backward(self, batch, grad_logprobs, grad_entropy=None, *, temperature=None)
+ArcticRLClient.backward(self, batch, grad_logprobs, grad_entropy=None, *, grad_topk_logprobs=None, temperature=None)
 ArcticRLClient.step(self, *, lr=None, max_grad_norm=None)
 ArcticRLClient.zero_grad(self)
 ArcticRLClient.sync_weights(self, *, probe=(), force=False)

@@ -13,6 +13,7 @@ from arctic_core.client.core import ClientCore
 from arctic_core.client.operations import BatchLike
 from arctic_core.config.client import ArcticRLClientConfig
 from arctic_core.data import Group
+from arctic_core.losses.named import LossLike
 from arctic_core.transports.base import Transport
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class AsyncArcticRLClient:
         model: p.ModelName = "policy",
         entropy: bool = False,
         temperature: float | None = None,
+        topk: int = 0,
+        given_topk: bool = False,
     ) -> p.Scores:
         """Log-probs (nats) of the batch's response tokens, float32 ``[R]`` in the batch's order.
 
@@ -119,17 +122,20 @@ class AsyncArcticRLClient:
             model: ``"policy"`` scores with the trainer's weights, ``"reference"`` with the reference model's.
             entropy: Also return the entropy (nats) of the distribution at each response token.
             temperature: Used for all samples instead of their own.
+            topk: Also return this many of the most likely tokens at each response token, with their log-probs, most likely
+                first: what a teacher is asked for.
+            given_topk: Also return the log-probs of the batch's own ``topk_ids``; not together with ``topk``.
         """
-        return await self._core.call(ops.forward(batch, model=model, entropy=entropy, temperature=temperature), p.Scores)
+        operation = ops.forward(batch, model=model, entropy=entropy, temperature=temperature, topk=topk, given_topk=given_topk)
+        return await self._core.call(operation, p.Scores)
 
-    async def forward_backward(
-        self, batch: BatchLike, loss: p.NamedLoss | str, *, temperature: float | None = None
-    ) -> p.Gradients:
+    async def forward_backward(self, batch: BatchLike, loss: LossLike, *, temperature: float | None = None) -> p.Gradients:
         """Accumulate the gradient of a named loss, as a sum that :meth:`step` divides once; returns metrics.
 
         Args:
             batch: A :class:`Batch` with the fields the loss needs, or its samples.
-            loss: A :class:`NamedLoss`, or the name of a loss to be used with its defaults.
+            loss: A :class:`NamedLoss`, the options of a loss (e.g. :class:`GRPOLossConfig`) to be normalised as that loss
+                is by default, or the name of a loss to be used with its defaults.
             temperature: Used for all samples instead of their own.
         """
         operation = ops.forward_backward(batch, loss, temperature=temperature)
@@ -141,17 +147,25 @@ class AsyncArcticRLClient:
         grad_logprobs: ArrayLike,
         grad_entropy: ArrayLike | None = None,
         *,
+        grad_topk_logprobs: ArrayLike | None = None,
         temperature: float | None = None,
     ) -> None:
-        """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy``, a plain sum: the way to use a loss of your own.
+        """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy + Σ u·topk_logprob``: the way to use a loss of your own.
+
+        It is a plain sum: :meth:`step` divides it by nothing. Give the derivatives of a loss that is normalised already, e.g.
+        by :func:`arctic_core.losses.evaluate.evaluate_loss`.
 
         Args:
             batch: A :class:`Batch`, or its samples.
             grad_logprobs: ``w``, the loss's derivative with respect to each response token's log-prob, ``[R]``.
             grad_entropy: ``v``, the same with respect to its entropy, ``[R]``.
+            grad_topk_logprobs: ``u``, the same with respect to the log-probs of the batch's ``topk_ids``, ``[R, K]``.
             temperature: Used for all samples instead of their own.
         """
-        await self._core.call(ops.backward(batch, grad_logprobs, grad_entropy, temperature=temperature), p.Done)
+        operation = ops.backward(
+            batch, grad_logprobs, grad_entropy, grad_topk_logprobs=grad_topk_logprobs, temperature=temperature
+        )
+        await self._core.call(operation, p.Done)
 
     async def step(self, *, lr: float | None = None, max_grad_norm: float | None = None) -> p.Stepped:
         """Normalise and clip the accumulated gradient, update the weights, and begin a new policy version.

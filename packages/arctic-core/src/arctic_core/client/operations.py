@@ -1,6 +1,6 @@
 """From a user's arguments to checked operations. What can be told to be wrong without an engine is refused here.
 
-Suffix legend: ``_R`` response-token axis of a packed batch.
+Suffix legend: ``_R`` response-token axis of a packed batch, ``_K`` tokens scored beside each response token.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from arctic_core import protocol as p
 from arctic_core.data import Batch, Group, Sample, token_array
 from arctic_core.errors import DataError
+from arctic_core.losses.named import LossLike, named_loss
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -48,26 +49,40 @@ def generate(
     )
 
 
-def forward(batch: BatchLike, *, model: p.ModelName, entropy: bool, temperature: float | None) -> p.Forward:
+def forward(
+    batch: BatchLike, *, model: p.ModelName, entropy: bool, temperature: float | None, topk: int, given_topk: bool
+) -> p.Forward:
+    packed = _batch(batch, "forward")
+    count = _integer(topk, "forward.topk", at_least=0)
+    if count and given_topk:
+        raise DataError("topk and given_topk ask for different tokens", where="forward.topk", remedy="give one of them")
+    if given_topk:
+        _require_topk_ids(packed, "forward.given_topk")
     return p.Forward(
-        batch=_batch(batch, "forward"),
+        batch=packed,
         model=_one_of(model, p.ModelName, "forward.model"),
         entropy=bool(entropy),
         temperature=_number(temperature, "forward.temperature", above=True),
+        topk=count,
+        given_topk=bool(given_topk),
     )
 
 
-def forward_backward(batch: BatchLike, loss: p.NamedLoss | str, *, temperature: float | None) -> p.ForwardBackward:
-    spec = p.NamedLoss(name=loss) if isinstance(loss, str) else _instance(loss, p.NamedLoss, "forward_backward.loss")
+def forward_backward(batch: BatchLike, loss: LossLike, *, temperature: float | None) -> p.ForwardBackward:
     return p.ForwardBackward(
         batch=_batch(batch, "forward_backward"),
-        loss=spec,
+        loss=named_loss(loss, "forward_backward.loss"),
         temperature=_number(temperature, "forward_backward.temperature", above=True),
     )
 
 
 def backward(
-    batch: BatchLike, grad_logprobs: ArrayLike, grad_entropy: ArrayLike | None, *, temperature: float | None
+    batch: BatchLike,
+    grad_logprobs: ArrayLike,
+    grad_entropy: ArrayLike | None,
+    *,
+    grad_topk_logprobs: ArrayLike | None,
+    temperature: float | None,
 ) -> p.Backward:
     packed = _batch(batch, "backward")
     return p.Backward(
@@ -75,6 +90,7 @@ def backward(
         grad_logprobs=_gradient(grad_logprobs, packed, "backward.grad_logprobs"),
         grad_entropy=None if grad_entropy is None else _gradient(grad_entropy, packed, "backward.grad_entropy"),
         temperature=_number(temperature, "backward.temperature", above=True),
+        grad_topk_logprobs=None if grad_topk_logprobs is None else _topk_gradient(grad_topk_logprobs, packed),
     )
 
 
@@ -163,9 +179,31 @@ def _gradient(value: ArrayLike, batch: Batch, where: str) -> np.ndarray:
             where=where,
             remedy="give one weight per response token, in the batch's order (the prompts have none)",
         )
+    return _weights(array, where)
+
+
+def _topk_gradient(value: ArrayLike, batch: Batch) -> np.ndarray:
+    where = "backward.grad_topk_logprobs"
+    _require_topk_ids(batch, where)
+    array = np.asarray(value)
+    if batch.topk_ids is not None and array.shape != batch.topk_ids.shape:
+        raise DataError(
+            f"has shape {array.shape}, the batch's topk_ids have {batch.topk_ids.shape}",
+            where=where,
+            remedy="give one weight per token id of topk_ids",
+        )
+    return _weights(array, where)
+
+
+def _weights(array: np.ndarray, where: str) -> np.ndarray:
     if array.dtype.kind not in "fiub":
         raise DataError(f"expected numbers, got {array.dtype}", where=where)
     return array.astype(np.float32, copy=False)
+
+
+def _require_topk_ids(batch: Batch, where: str) -> None:
+    if len(batch) and batch.topk_ids is None:
+        raise DataError("the batch has no topk_ids", where=where, remedy="set topk_ids on every sample")
 
 
 def _one_of(value: Any, literal: Any, where: str) -> Any:

@@ -19,6 +19,7 @@ from arctic_core.client.operations import BatchLike
 from arctic_core.config.client import ArcticRLClientConfig
 from arctic_core.data import Group
 from arctic_core.errors import ArcticError, TransportClosedError
+from arctic_core.losses.named import LossLike
 from arctic_core.transports.base import Transport
 
 if TYPE_CHECKING:
@@ -107,11 +108,15 @@ class ArcticRLClient:
         model: p.ModelName = "policy",
         entropy: bool = False,
         temperature: float | None = None,
+        topk: int = 0,
+        given_topk: bool = False,
     ) -> p.Scores:
         """Log-probs (nats) of the batch's response tokens; see :meth:`AsyncArcticRLClient.forward`."""
-        return self._loop.run(self._twin.forward(batch, model=model, entropy=entropy, temperature=temperature))
+        return self._loop.run(
+            self._twin.forward(batch, model=model, entropy=entropy, temperature=temperature, topk=topk, given_topk=given_topk)
+        )
 
-    def forward_backward(self, batch: BatchLike, loss: p.NamedLoss | str, *, temperature: float | None = None) -> p.Gradients:
+    def forward_backward(self, batch: BatchLike, loss: LossLike, *, temperature: float | None = None) -> p.Gradients:
         """Accumulate the gradient of a named loss; see :meth:`AsyncArcticRLClient.forward_backward`."""
         return self._loop.run(self._twin.forward_backward(batch, loss, temperature=temperature))
 
@@ -121,10 +126,15 @@ class ArcticRLClient:
         grad_logprobs: ArrayLike,
         grad_entropy: ArrayLike | None = None,
         *,
+        grad_topk_logprobs: ArrayLike | None = None,
         temperature: float | None = None,
     ) -> None:
-        """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy``; see :meth:`AsyncArcticRLClient.backward`."""
-        self._loop.run(self._twin.backward(batch, grad_logprobs, grad_entropy, temperature=temperature))
+        """Accumulate the gradient of a loss of your own; see :meth:`AsyncArcticRLClient.backward`."""
+        self._loop.run(
+            self._twin.backward(
+                batch, grad_logprobs, grad_entropy, grad_topk_logprobs=grad_topk_logprobs, temperature=temperature
+            )
+        )
 
     def step(self, *, lr: float | None = None, max_grad_norm: float | None = None) -> p.Stepped:
         """Apply the accumulated gradient; see :meth:`AsyncArcticRLClient.step`."""

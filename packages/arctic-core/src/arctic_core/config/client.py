@@ -96,6 +96,9 @@ class TrainingConfig(ConfigModel):
     """DeepSpeed ZeRO stage."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (DeepSpeed ZeRO-Offload; stages 1 to 3)."""
+    allow_loss_import: bool = False
+    """Let a client name a loss as ``package.module:attribute``, which the engines import: it runs code of the client's choice
+    there."""
 
 
 class SamplingConfig(ConfigModel):
