@@ -29,14 +29,16 @@ class PolicyLossConfig(ConfigModel):
     """Gradient of the KL term: ``own`` differentiates the estimator as it stands; ``score`` takes the score-function
     gradient ``(log π − log π_ref)·∇log π``, that of KL(π ‖ π_ref) where the samples are the policy's."""
     kl_importance: bool = False
-    """Weight the KL term of each token by its importance ratio ``π / π_old``, gradient included: with ``own`` and k1 or k3 the
-    gradient is then that of KL(π ‖ π_ref) for samples of the old policy too."""
+    """Weight the KL term of each token by its importance ratio ``π / π_old``, for samples of an older policy. ``own`` is
+    differentiated with the ratio: for k1 and k3 that is the gradient of KL(π ‖ π_ref), for k2 it is not. ``score`` is weighted
+    by the ratio's value, which is right for all three."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     mismatch: Literal["none", "tis", "mis", "icepop"] = "none"
     """Correction for a sampler whose probabilities differ from the trainer's, by ``ρ = π_old / π_sampler``; needs
-    ``sampler_logprobs``. ``tis`` truncates ``ρ`` at ``mismatch_high``; ``mis`` and ``icepop`` give weight 0 to what lies
-    outside ``[mismatch_low, mismatch_high]``, and ``icepop`` does so at token level only."""
+    ``sampler_logprobs``. It weights the policy term. ``tis`` truncates ``ρ`` at ``mismatch_high``; ``mis`` and ``icepop`` give
+    weight 0 to what lies outside ``[mismatch_low, mismatch_high]``, and ``icepop`` does so at token level only. What gets
+    weight 0 still counts where the loss is divided."""
     mismatch_level: Literal["token", "sequence", "geometric"] = "token"
     """What ``ρ`` belongs to: a token, a sequence (product over its trained tokens), or a sequence by the geometric mean."""
     mismatch_low: float | None = Field(None, ge=0)
@@ -46,7 +48,8 @@ class PolicyLossConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _mismatch_fits(self) -> PolicyLossConfig:
-        given = self.mismatch_low is not None or self.mismatch_high is not None or self.mismatch_level != "token"
+        level = type(self).model_fields["mismatch_level"].default
+        given = self.mismatch_low is not None or self.mismatch_high is not None or self.mismatch_level != level
         if self.mismatch == "none" and given:
             raise ValueError("mismatch_level, mismatch_low and mismatch_high go with a mismatch correction")
         if self.mismatch == "tis" and self.mismatch_low is not None:
@@ -151,13 +154,26 @@ class SAPOLossConfig(PolicyLossConfig):
 
 
 class RLOOLossConfig(PolicyLossConfig):
-    """RLOO: a whole response is one action, with the clipped ratio of its probability. Normalised by ``sequence``."""
+    """RLOO: a whole response is one action, with the clipped ratio of its probability. Normalised by ``sequence``.
+
+    KL and entropy are those of the response: sums over its tokens.
+    """
 
     name: Literal["rloo"] = "rloo"
+    mismatch_level: Literal["token", "sequence", "geometric"] = "sequence"
+    """What ``ρ`` belongs to: the response, by the product over its trained tokens, or by their geometric mean."""
     clip_low: float = Field(0.2, ge=0, lt=1)
     """The response's ratio is clipped below at ``1 - clip_low``."""
     clip_high: float = Field(0.2, ge=0)
     """The response's ratio is clipped above at ``1 + clip_high``."""
+
+    @model_validator(mode="after")
+    def _one_action(self) -> RLOOLossConfig:
+        if self.sequence_reduction != "sum":
+            raise ValueError("sequence_reduction is 'sum' in rloo: a response is one action and has nothing to average")
+        if self.mismatch_level == "token":
+            raise ValueError("mismatch_level is 'sequence' or 'geometric' in rloo: a response is one action")
+        return self
 
 
 class ReinforcePPLossConfig(ClippedLossConfig):
