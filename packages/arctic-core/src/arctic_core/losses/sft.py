@@ -8,6 +8,6 @@ from arctic_core.losses.common import masked, token_metrics
 
 
 def sft_loss(inputs: LossInputs, config: SFTLossConfig) -> LossOutput:
-    """``−Σ log π`` over trained tokens (nats). Metric: ``loss`` per trained token."""
+    """``−Σ log π`` over trained tokens. Metric: ``loss`` per trained token (nats); the perplexity is its exponential."""
     loss = -masked(inputs.logprobs_R, inputs.mask_R).sum()
     return LossOutput(loss, token_metrics({"loss": loss}, inputs.mask_R))
