@@ -9,7 +9,7 @@ from arctic_core.data import Batch, Sample
 from arctic_core.errors import UnsupportedModelError
 from arctic_core.models.factory import load_causal_lm
 from arctic_core.models.packed_attention import PACKED_ATTENTION, packed_attention
-from arctic_core.models.scoring import ScoringModule, logprobs_and_entropy, pack
+from arctic_core.models.scoring import ScoringModule, pack
 
 SHAPES = [(5, 4), (1, 0), (1, 1), (3, 17), (7, 0), (2, 1)]
 
@@ -115,50 +115,6 @@ def test_temperature_override_replaces_the_samples_own(tiny_model: str) -> None:
     warm = scorer(pack(make_batch(temperature=1.7), "cpu"))[0]
     assert torch.equal(scorer(pack(make_batch(temperature=0.3), "cpu", temperature=1.7))[0], warm)
     assert not torch.equal(scorer(pack(make_batch(temperature=0.3), "cpu"))[0], warm)
-
-
-def test_head_gradient_in_float64_against_autograd() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(9, 31, generator=generator, dtype=torch.float64)).requires_grad_()
-    labels, temperatures = torch.arange(9), torch.linspace(0.5, 1.5, 9, dtype=torch.float64)
-    w, v = torch.randn(2, 9, generator=generator, dtype=torch.float64)
-    actual = logprobs_and_entropy(logits, labels, temperatures, entropy=True)
-    logp = (logits / temperatures[:, None]).log_softmax(-1)
-    expected = logp.gather(1, labels[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-    for mine, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
-    for weights in ((w, None), (None, v), (w, v)):
-        sums = [sum((c * x).sum() for c, x in zip(weights, s, strict=True) if c is not None) for s in (actual, expected)]
-        mine, theirs = (torch.autograd.grad(total, logits, retain_graph=True)[0] for total in sums)
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
-
-
-def test_entropy_with_forbidden_tokens_is_right_in_value_and_gradient() -> None:
-    """Logits of −inf behave as if the vocabulary were smaller."""
-    small = torch.tensor([[0.5, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
-    padded = torch.tensor([[0.5, -torch.inf, -1.0, 2.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, dtype=torch.float64)
-    few = logprobs_and_entropy(small, torch.tensor([2]), one, entropy=True)
-    many = logprobs_and_entropy(padded, torch.tensor([3]), one, entropy=True)
-    torch.testing.assert_close(many, few, rtol=0, atol=1e-15)
-    (few[0] + 2 * few[1]).sum().backward()
-    (many[0] + 2 * many[1]).sum().backward()
-    torch.testing.assert_close(padded.grad[:, [0, 2, 3]], small.grad, rtol=0, atol=1e-15)
-    assert not padded.grad[:, [1, 4]].any()
-
-
-def test_chunks_of_the_head_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(11, 13, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    labels, temperatures = torch.arange(11), torch.full((11,), 0.8)
-
-    def run() -> list[torch.Tensor]:
-        logp, entropy = logprobs_and_entropy(logits, labels, temperatures, entropy=True)
-        return [logp, entropy, torch.autograd.grad((logp + 0.5 * entropy).sum(), logits)[0]]
-
-    whole = run()
-    monkeypatch.setattr("arctic_core.models.scoring._CHUNK_ELEMENTS", 4 * 13)
-    for mine, theirs in zip(run(), whole, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_attention_refuses_what_it_cannot_do() -> None:

@@ -2,10 +2,10 @@
 
 The logits at a sample's position ``i`` score its token ``i + 1``, inside that sample only. Logits are computed for the rows
 that predict a response token and for no others, divided by the temperature, and normalised in float32 (float64 for a
-float64 model).
+float64 model): chunk by chunk where the model's output layer allows it (:mod:`arctic_core.models.head`), else all at once.
 
 Suffix legend: ``_T`` token axis of a packed row, ``_R`` response tokens, ``_V`` vocabulary, ``_K`` candidates
-beside each response token, ``_J`` the response token and its candidates.
+beside each response token.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 
 from arctic_core.data import Batch
 from arctic_core.errors import DataError
+from arctic_core.models.head import ChunkedHead, chunked_head
+from arctic_kernels.head import DEFAULT_BUDGET_BYTES, logprob_entropy
 
 LM_ATTRIBUTE = "model"
 """Attribute of :class:`ScoringModule` that holds the language model."""
-_CHUNK_ELEMENTS = 1 << 26  # logits handled at once in float32 by the head's value and gradient
 
 
 Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -94,12 +95,16 @@ class ScoringModule(nn.Module):
     """A causal language model that returns scores instead of logits.
 
     Args:
-        model: A transformers model loaded by :func:`arctic_core.models.factory.load_causal_lm`.
+        model: A transformers model loaded by :func:`arctic_core.models.factory.load_causal_lm`, whole.
+        head_budget_bytes: Most bytes of temporaries when hidden states become scores (see :mod:`arctic_kernels.head`).
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, head_budget_bytes: int = DEFAULT_BUDGET_BYTES) -> None:
         super().__init__()
         self.model: PreTrainedModel = model
+        self.head_budget_bytes = head_budget_bytes
+        self.head: ChunkedHead | None = chunked_head(model, head_budget_bytes)
+        """The output layer in chunks; ``None`` where this architecture needs its own, with whole logits."""
 
     def forward(self, inputs: PackedInputs, entropy: bool = False, topk: int = 0) -> Scores:
         """Score a packed row.
@@ -117,7 +122,36 @@ class ScoringModule(nn.Module):
         Raises:
             DataError: ``topk`` is negative or above the vocabulary's size, or given together with ``inputs.topk_ids_RK``.
         """
-        # The model's own head runs, on selected rows, so that logit scaling and soft-capping stay the architecture's.
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if not 0 <= topk <= vocabulary or (topk and inputs.topk_ids_RK is not None):
+            raise DataError(
+                f"topk {topk} of a vocabulary of {vocabulary}, candidates given: {inputs.topk_ids_RK is not None}",
+                where="topk",
+                remedy="ask for at most the vocabulary's size, and for either the most likely tokens or given ones",
+            )
+        if self.head is not None:
+            output = self.head.score(
+                lambda: self._logits(inputs),
+                inputs.labels_R,
+                inputs.temperatures_R,
+                entropy=entropy,
+                ids_RK=inputs.topk_ids_RK,
+                topk=topk,
+            )
+        else:
+            output = logprob_entropy(
+                self._logits(inputs)[0],
+                inputs.labels_R,
+                temperature=inputs.temperatures_R,
+                entropy=entropy,
+                ids_RK=inputs.topk_ids_RK,
+                topk=topk,
+                budget_bytes=self.head_budget_bytes,
+            )
+        return output.logprobs_R, output.entropy_R, output.topk_logprobs_RK, output.topk_ids_RK
+
+    def _logits(self, inputs: PackedInputs) -> torch.Tensor:
+        """Logits ``[1, R, V]`` of the rows that predict response tokens, as the model gives them."""
         output: Any = self.model(
             input_ids=inputs.token_ids_T,
             position_ids=inputs.position_ids_T,
@@ -125,9 +159,7 @@ class ScoringModule(nn.Module):
             logits_to_keep=inputs.rows_R,
             use_cache=False,
         )
-        return score_logits(
-            output.logits[0], inputs.labels_R, inputs.temperatures_R, entropy=entropy, ids_RK=inputs.topk_ids_RK, topk=topk
-        )
+        return output.logits
 
 
 def checkpoint_name(parameter: str) -> str:
@@ -138,102 +170,3 @@ def checkpoint_name(parameter: str) -> str:
 def module_name(parameter: str) -> str:
     """Inverse of :func:`checkpoint_name`."""
     return f"{LM_ATTRIBUTE}.{parameter}"
-
-
-def score_logits(
-    logits_RV: torch.Tensor,
-    labels_R: torch.Tensor,
-    temperatures_R: torch.Tensor,
-    *,
-    entropy: bool,
-    ids_RK: torch.Tensor | None = None,
-    topk: int = 0,
-) -> Scores:
-    """Log-probs of the labels and, on request, entropies and log-probs of candidates, under ``softmax(logits / temperature)``.
-
-    Candidates are ``ids_RK``, differentiable, or the ``topk`` most likely tokens, without gradient. Differentiable with respect
-    to the logits. A logit of −inf has probability 0 and adds nothing to the entropy or to any gradient. Beside the logits (in
-    their own type) and their gradient only a bounded slice exists in float32.
-
-    Raises:
-        DataError: Both ``ids_RK`` and ``topk`` are given, or ``topk`` is negative or above the vocabulary's size.
-    """
-    if not 0 <= topk <= logits_RV.shape[1] or (topk and ids_RK is not None):
-        raise DataError(
-            f"topk {topk} with{'out' if ids_RK is None else ''} given candidates, of a vocabulary of {logits_RV.shape[1]}",
-            where="topk",
-            remedy="ask for at most the vocabulary's size, and for either the most likely tokens or given ones",
-        )
-    found_RK = _most_likely(logits_RV.detach(), topk) if topk else ids_RK
-    ids_RJ = labels_R[:, None] if found_RK is None else torch.cat([labels_R[:, None], found_RK], dim=1)
-    logprobs_RJ, entropy_R = _LogprobEntropy.apply(logits_RV, ids_RJ, temperatures_R, entropy)
-    candidates_RK = None if found_RK is None else logprobs_RJ[:, 1:]
-    if topk and candidates_RK is not None:
-        candidates_RK = candidates_RK.detach()
-    return logprobs_RJ[:, 0], entropy_R if entropy else None, candidates_RK, found_RK
-
-
-def logprobs_and_entropy(
-    logits_RV: torch.Tensor, labels_R: torch.Tensor, temperatures_R: torch.Tensor, *, entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """:func:`score_logits` without candidates."""
-    return score_logits(logits_RV, labels_R, temperatures_R, entropy=entropy)[:2]
-
-
-def _most_likely(logits_RV: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of the largest logits of each row, largest first, int64 ``[R, K]``. A temperature does not change the order."""
-    return logits_RV.topk(count, dim=-1).indices
-
-
-def _chunks(logits_RV: torch.Tensor) -> list[slice]:
-    rows, width = logits_RV.shape
-    size = max(1, _CHUNK_ELEMENTS // max(1, width))
-    return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
-
-
-def _log_softmax(logits_RV: torch.Tensor, temperatures_R: torch.Tensor) -> torch.Tensor:
-    dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
-    return torch.log_softmax(logits_RV.to(dtype) / temperatures_R.to(dtype)[:, None], dim=-1)
-
-
-def _plogp(logp_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``p`` and ``log p`` with 0 in place of −inf, so that their product is right at ``p = 0``."""
-    return logp_RV.exp(), logp_RV.masked_fill(logp_RV == -torch.inf, 0.0)
-
-
-class _LogprobEntropy(torch.autograd.Function):
-    """With ``z = logits / T``: ``∂ log p_y / ∂z = onehot_y − p`` and ``∂H / ∂z = −p·(log p + H)``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits_RV: torch.Tensor, ids_RJ: torch.Tensor, temperatures_R: torch.Tensor, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
-        logprobs_RJ = torch.empty(ids_RJ.shape, dtype=dtype, device=logits_RV.device)
-        entropy_R = torch.zeros(len(ids_RJ), dtype=dtype, device=logits_RV.device)
-        for part in _chunks(logits_RV):
-            logp_RV = _log_softmax(logits_RV[part], temperatures_R[part])
-            logprobs_RJ[part] = logp_RV.gather(1, ids_RJ[part])
-            if entropy:
-                p_RV, safe_RV = _plogp(logp_RV)
-                entropy_R[part] = -(p_RV * safe_RV).sum(-1)
-        ctx.save_for_backward(logits_RV, ids_RJ, temperatures_R, entropy_R)
-        ctx.set_materialize_grads(False)  # so that an entropy nobody differentiates costs nothing in the backward pass
-        return logprobs_RJ, entropy_R
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
-        grad_logprobs_RJ, grad_entropy_R = grads
-        logits_RV, ids_RJ, temperatures_R, entropy_R = ctx.saved_tensors
-        grad_RV = torch.empty_like(logits_RV)
-        for part in _chunks(logits_RV):
-            p_RV, safe_RV = _plogp(_log_softmax(logits_RV[part], temperatures_R[part]))
-            out_RV = torch.zeros_like(p_RV)
-            if grad_entropy_R is not None:
-                out_RV -= grad_entropy_R[part, None] * p_RV * (safe_RV + entropy_R[part, None])
-            if grad_logprobs_RJ is not None:
-                g_RJ = grad_logprobs_RJ[part]
-                out_RV -= g_RJ.sum(1, keepdim=True) * p_RV
-                out_RV.scatter_add_(1, ids_RJ[part], g_RJ)
-            grad_RV[part] = out_RV / temperatures_R[part, None]
-        return grad_RV, None, None, None
