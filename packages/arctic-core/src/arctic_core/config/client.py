@@ -90,6 +90,9 @@ class TrainingConfig(ConfigModel):
     """Clip the normalised gradient to this global norm; 0 does not clip."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Most tokens of one micro-batch. A longer sample is an error."""
+    head_budget_bytes: int = Field(512 * 2**20, ge=2**20)
+    """Most bytes of temporaries per rank while hidden states become log-probs and entropies; each row takes 9 to 11 bytes per
+    token of the vocabulary, and one row is always allowed. Above it comes the output layer's gradient in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -127,6 +130,8 @@ class LogProbConfig(ConfigModel):
     """The reference model; absent means the policy's initial weights."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Most tokens of one micro-batch."""
+    head_budget_bytes: int = Field(512 * 2**20, ge=2**20)
+    """Most bytes of temporaries per rank while hidden states become log-probs and entropies."""
     zero_stage: Literal[0, 3] = 0
     """0 keeps a replica per rank, 3 shards it."""
 
