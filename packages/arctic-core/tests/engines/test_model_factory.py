@@ -118,6 +118,13 @@ def test_soft_capped_scores_are_named(tmp_path: Path) -> None:
         load_causal_lm(str(tmp_path), dtype="float32", device="cpu")
 
 
+def test_attention_classes_of_their_own_are_refused(tmp_path: Path) -> None:
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="attention interface"):
+        load_causal_lm(str(tmp_path), dtype="float32", device="cpu")
+
+
 def test_state_space_models_are_refused(tmp_path: Path) -> None:
     config = transformers.MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

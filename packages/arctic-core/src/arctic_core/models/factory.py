@@ -93,6 +93,10 @@ def load_causal_lm(
         raise UnsupportedModelError(f"transformers cannot load it: {error}", where=path) from error
     except OSError as error:
         raise ModelNotFoundError(f"cannot be read: {error}", where=path) from error
+    except KeyError as error:  # a table of attention classes of its own
+        if error.args != (PACKED_ATTENTION,):
+            raise
+        raise UnsupportedModelError("the model does not use transformers' attention interface", where=path) from error
     _check_class(type(model))
     for patch in registry.model_patches() if registry else []:
         if patch.applies(model):

@@ -28,7 +28,8 @@ from arctic_kernels.head import HeadOutput, linear_logprob_entropy
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = 0.05  # relative, between scores of both paths; bfloat16 logits are rounded to about 0.004 of their size
-_PROBE_TOKENS = 4
+_PROBE_TOKENS = 7
+_PROBE_ROWS = (0, 2, 3, 5)  # not all of them: a model may pick rows only after its output layer
 
 
 class ChunkedHead:
@@ -132,17 +133,18 @@ def _find(model: PreTrainedModel, budget_bytes: int) -> tuple[ChunkedHead | None
 def _scale(model: PreTrainedModel, layer: nn.Linear) -> float | None:
     """The factor between the layer's output and the model's logits, if that is all there is between them."""
     # Of both signs and up to sizes that any soft-capping or clamping shows; float32, so that the factor is exact enough.
-    chosen_RV = torch.linspace(-1e4, 1e4, _PROBE_TOKENS * layer.out_features, device=layer.weight.device)
-    chosen_RV = chosen_RV.reshape(layer.out_features, _PROBE_TOKENS).T.contiguous()
+    chosen_RV = torch.linspace(-1e4, 1e4, len(_PROBE_ROWS) * layer.out_features, device=layer.weight.device)
+    chosen_RV = chosen_RV.reshape(layer.out_features, len(_PROBE_ROWS)).T.contiguous()
+    expected, width = (1, len(_PROBE_ROWS), layer.in_features), layer.out_features
     seen: list[torch.Size] = []
 
     def stand_in(hidden_1RD: torch.Tensor) -> torch.Tensor:
         seen.append(hidden_1RD.shape)
-        return chosen_RV[None].clone()
+        return chosen_RV[None].clone() if hidden_1RD.shape == expected else chosen_RV.new_zeros(*hidden_1RD.shape[:-1], width)
 
     with _exchanged(layer, stand_in):
         logits_RV = _probe(model)[0]
-    if seen != [(1, _PROBE_TOKENS, layer.in_features)] or logits_RV.shape != chosen_RV.shape:
+    if seen != [expected] or logits_RV.shape != chosen_RV.shape:
         return None
     scale = float((logits_RV.double() * chosen_RV).sum() / chosen_RV.double().square().sum())
     same = torch.allclose(logits_RV.double(), scale * chosen_RV.double(), rtol=1e-5, atol=0)
@@ -152,8 +154,8 @@ def _scale(model: PreTrainedModel, layer: nn.Linear) -> float | None:
 
 
 def _agrees(model: PreTrainedModel, head: ChunkedHead) -> bool:
-    labels_R = torch.arange(_PROBE_TOKENS, device=head.layer.weight.device) % head.layer.out_features
-    temperatures_R = torch.ones(_PROBE_TOKENS, device=labels_R.device)
+    labels_R = torch.arange(len(_PROBE_ROWS), device=head.layer.weight.device) % head.layer.out_features
+    temperatures_R = torch.ones(len(_PROBE_ROWS), device=labels_R.device)
     scores = head.score(lambda: _probe(model), labels_R, temperatures_R, entropy=True, ids_RK=None, topk=0)
     logp_RV = _probe(model)[0].double().log_softmax(-1)
     expected = logp_RV.gather(1, labels_R[:, None])[:, 0], torch.special.entr(logp_RV.exp()).sum(-1)
@@ -165,14 +167,14 @@ def _agrees(model: PreTrainedModel, head: ChunkedHead) -> bool:
 
 
 def _probe(model: PreTrainedModel) -> torch.Tensor:
-    """Logits ``[1, R, V]`` of the first few tokens."""
+    """Logits ``[1, R, V]`` of some of the first few tokens."""
     vocabulary = model.config.get_text_config().vocab_size
     positions = torch.arange(_PROBE_TOKENS, device=model.device)
     output: Any = model(
         input_ids=positions.remainder(vocabulary)[None],
         position_ids=positions[None],
         cu_seqlens=(0, _PROBE_TOKENS),
-        logits_to_keep=positions,
+        logits_to_keep=positions[list(_PROBE_ROWS)],
         use_cache=False,
     )
     return output.logits
