@@ -118,6 +118,22 @@ def test_bfloat16_log_probs_are_within_a_thousandth(temperature: float) -> None:
         assert (mine - theirs).norm() <= 4e-3 * theirs.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 1e-3), (torch.float32, 5e-5)], ids=str)
+@pytest.mark.parametrize("budget", [40_000, WHOLE])
+def test_on_a_gpu(dtype: torch.dtype, atol: float, budget: int) -> None:
+    """There the products of bfloat16 matrices come out in float32 without widened copies."""
+    case = Case(rows=24, vocabulary=304, width=64)
+    expected = case.oracle(dtype, temperature=0.7)
+    for name, value in vars(case).items():
+        setattr(case, name, value.cuda())
+    actual = [x.cpu() for x in case.run(linear_logprob_entropy, dtype, temperature=0.7, budget_bytes=budget)]
+    close(actual[:3], expected[:3], atol)
+    for mine, theirs in zip(actual[3:], expected[3:], strict=True):
+        assert (mine - theirs).norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-4) * theirs.norm()
+
+
 def test_gradcheck() -> None:
     case = Case(rows=3, vocabulary=5, width=2, candidates=2)
     hidden, weight, bias = case.leaves(torch.float64)
@@ -144,9 +160,11 @@ def test_the_budget_does_not_change_the_result(dtype: torch.dtype) -> None:
     need = bytes_per_row(97, dtype)
     runs = [case.run(linear_logprob_entropy, dtype, budget_bytes=budget) for budget in (ONE_ROW, 5 * need, 8 * need, WHOLE)]
     for run in runs[:-1]:
-        close(run[:3], runs[-1][:3], 5e-6)
+        close(run[:3], runs[-1][:3], 1e-13 if dtype == torch.float64 else 5e-6)
         for mine, theirs in zip(run[3:], runs[-1][3:], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=5e-6)
+            size = float(theirs.abs().max())
+            atol = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-7}[dtype] * size
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
 
 
 @settings(max_examples=40, deadline=None)
