@@ -86,7 +86,13 @@ def test_explain_narrows_down():
     assert "client.training.schedule(cosine).total_steps" in output
     assert "client.training_gpus" not in output
     assert "required" in output
-    assert "clip_low" in arctic("config", "explain", "--loss", "grpo")
+    options = arctic("config", "explain", "--loss", "grpo")
+    assert "clip_low" in options
+    assert "options.name" not in options
+    assert ":attr:" not in options
+    advantages = arctic("config", "explain", "algorithm.advantage")
+    for key in ("(grpo).epsilon", "(dr_grpo).name", "(rloo).name", "(reinforce_pp).kl_coef"):
+        assert f"algorithm.advantage{key}" in advantages
     assert "dataset" in arctic("config", "explain", "--task", "reasoning_gym")
     assert "no_such_key" in arctic("config", "explain", "no_such_key", code=1)
 

@@ -78,7 +78,11 @@ def test_the_local_backend_removes_what_only_ray_engines_know(job_file):
         ("rollouts.max_tokens=4096", "max_seq_len"),
         ("client.training_gpus=0", "training_gpus"),
         ("client.model_name=other", "client.model_name"),
-        ("algorithm.loss.normalization=constant", "constant"),
+        ("algorithm.loss={normalization: token, constant: 3}", "constant"),
+        ("algorithm.advantage.name=gae", "algorithm.advantage"),
+        ("algorithm.advantage={name: rloo, epsilon: 1}", "algorithm.advantage.rloo.epsilon"),
+        ("algorithm.advantage.kl_coef=0.1", "algorithm.advantage.grpo.kl_coef"),
+        ("algorithm.teacher_topk=0", "teacher_topk"),
         ("steps", "key.sub=value"),
         (".=3", "key.sub=value"),
         ("steps.deep=3", "steps is 3"),
@@ -89,6 +93,30 @@ def test_what_is_wrong_is_named(job_file, override, named):
     with pytest.raises(ConfigError) as caught:
         load_job(job_file, [override])
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "grpo"),
+        (["algorithm.loss.name=cispo"], "grpo"),
+        (["algorithm.loss.name=dr_grpo"], "dr_grpo"),
+        (["algorithm.loss.name=rloo", "algorithm.advantage="], "rloo"),
+        (["algorithm.loss.name=reinforce_pp", "algorithm.advantage.baseline=true"], "reinforce_pp"),
+        (["algorithm.loss.name=reinforce_pp", "algorithm.advantage.name=rloo"], "rloo"),
+        (["algorithm.advantage.epsilon=1e-3"], "grpo"),
+    ],
+)
+def test_the_advantage_goes_with_the_loss_unless_it_is_named(job_file, overrides, name):
+    job = load_job(job_file, overrides)
+    assert job.algorithm.advantage.name == name
+    assert TrainJobConfig.parse(job_values(job)) == job
+
+
+def test_the_constant_divisor_is_the_job_files_own(job_file):
+    job = load_job(job_file, ["rollouts={prompts_per_step: 3, n: 4, max_tokens: 10}", "algorithm.mini_batches=2"])
+    assert job.loss_constant == 3 * 4 / 2 * 10
+    assert load_job(job_file, ["algorithm.loss.constant=7"]).loss_constant == 7
 
 
 def test_a_missing_file_names_the_shipped_ones():

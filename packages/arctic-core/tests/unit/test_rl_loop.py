@@ -37,6 +37,12 @@ def rewards(tmp_path, monkeypatch):
         "import math\n"
         "def letters(completion, item):\n    return sum(c.isalpha() for c in completion) / max(1, len(completion))\n"
         "def nan(completion, item):\n    return math.nan\n"
+        "def same(completion, item):\n    return 1.0\n"
+        "def failed(completion, item):\n    return None\n"
+        "seen = 0\n"
+        "def mixed(completion, item):\n"
+        "    global seen\n    seen += 1\n"
+        "    return None if seen % 4 == 1 else 1.0 if seen % 8 > 4 else float(seen)\n"
         "calls = 0\n"
         "def interrupt(completion, item):\n"
         "    global calls\n    calls += 1\n"
@@ -75,6 +81,8 @@ def test_a_run_reports_every_step(finished):
     assert [line["policy_version"] for line in lines] == [2, 4, 6, 8]
     for line in lines:
         assert line["mismatch/max_abs_diff"] <= 1e-4
+        assert (line["optim/steps"], line["optim/all_masked_batches"]) == (2, 0)
+        assert line["advantage/min"] <= 0 <= line["advantage/max"]
         assert {"reward/mean", "policy/entropy", "kl/reference", "length/mean", "loss/clip_fraction", "optim/lr"} <= line.keys()
         assert line["length/max"] <= config.rollouts.max_tokens
     assert lines[0]["kl/reference"] == pytest.approx(0, abs=1e-9)
@@ -184,6 +192,10 @@ def test_a_bad_reward_ends_the_run_with_the_sample(tiny_model, tmp_path, rewards
         ({"reward": "no_such_module_at_all:f"}, "no_such_module_at_all"),
         ({"algorithm": {"loss": {"name": "no_such_loss"}}}, "no_such_loss"),
         ({"algorithm": {"loss": {"options": {"clip_loww": 1}}}}, "clip_loww"),
+        ({"algorithm": {"loss": {"normalization": "token"}}}, "sequence_reduction"),
+        ({"algorithm": {"teacher_topk": 4}}, "teacher_topk"),
+        ({"algorithm": {"teacher_topk": 4, "loss": {"name": "distill", "options": {"source": "sampled"}}}}, "teacher_topk"),
+        ({"algorithm": {"loss": {"name": "some_module:some_loss"}}}, "allow_loss_import"),
     ],
 )
 def test_what_is_wrong_is_found_before_engines_start(tiny_model, tmp_path, changes, named):
@@ -193,6 +205,60 @@ def test_what_is_wrong_is_found_before_engines_start(tiny_model, tmp_path, chang
     with pytest.raises(ConfigError, match=named):
         train(job(tiny_model, **({"reward": None} | changes)), tmp_path / "run", connect=connect)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_step_of_which_nothing_is_left_makes_no_optimizer_step(tiny_model, tmp_path, rewards, caplog):
+    config = job(
+        tiny_model,
+        reward=f"{rewards}:same",
+        steps=2,
+        algorithm={"filter_uniform_groups": True, "mini_batches": 3, "loss": {"options": {"entropy_coef": 1.0}}},
+    )
+    with caplog.at_level("WARNING"):
+        summary = train(config, tmp_path / "run")
+    assert "step 1: no sample with a trained token is left" in caplog.text
+    assert "already serves" not in caplog.text  # nothing was synced
+    assert (summary.status, summary.steps) == ("finished", 2)
+    for line in steps_of(tmp_path / "run"):
+        assert (line["policy_version"], line["optim/steps"], line["optim/grad_norm"], line["sync/bytes"]) == (0, 0, 0, 0)
+        assert (line["filter/groups"], line["filter/samples"], line["reward/groups_without_signal"]) == (2, 8, 1)
+        assert None not in line.values()
+    assert {json.loads(line)["advantage"] for line in samples_of(tmp_path / "run").splitlines()} == {None}
+
+
+def test_uniform_groups_and_failed_samples_leave_the_step(tiny_model, tmp_path, rewards):
+    algorithm = {"filter_uniform_groups": True, "drop_failed_samples": True, "advantage": {"name": "rloo"}}
+    config = job(tiny_model, reward=f"{rewards}:mixed", steps=1, algorithm=algorithm)
+    train(config, tmp_path / "run")
+    (line,) = steps_of(tmp_path / "run")  # rewards: none 2 3 4 | none 1 1 1
+    assert (line["filter/groups"], line["filter/samples"], line["filter/failed_samples"]) == (1, 5, 2)
+    assert line["reward/mean"] == pytest.approx(12 / 6)
+    assert (line["optim/steps"], line["policy_version"]) == (1, 1)
+    found = {
+        (sample["group"], sample["index"]): (sample["reward"], sample["advantage"])
+        for sample in map(json.loads, samples_of(tmp_path / "run").splitlines())
+    }
+    assert [found[0, i] for i in range(4)] == [(None, None), (2, -1.5), (3, 0), (4, 1.5)]
+    assert [found[1, i] for i in range(4)] == [(None, None), (1, None), (1, None), (1, None)]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "named"), [(False, "None, not a finite number"), (True, "all 8 samples of the step failed")]
+)
+def test_failed_samples_end_the_run_unless_some_are_left(tiny_model, tmp_path, rewards, allowed, named):
+    config = job(tiny_model, reward=f"{rewards}:failed", algorithm={"drop_failed_samples": allowed})
+    with pytest.raises(RewardError, match=named):
+        train(config, tmp_path / "run")
+
+
+def test_a_kl_penalty_on_rewards_scores_the_reference(tiny_model, tmp_path, rewards):
+    penalty = {"name": "reinforce_pp", "kl_coef": 0.1, "baseline": True}
+    algorithm = {"loss": {"name": "reinforce_pp"}, "advantage": penalty}
+    train(job(tiny_model, reward=f"{rewards}:letters", steps=2, algorithm=algorithm), tmp_path / "run")
+    first, second = steps_of(tmp_path / "run")
+    assert first["kl/reference"] == pytest.approx(0, abs=1e-9)
+    assert second["kl/reference"] > 0
+    assert second["advantage/std"] == pytest.approx(1, abs=0.05)
 
 
 def test_seeds_change_prompts_and_samples(tiny_model, tmp_path):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from arctic_core.advantages import Advantages
 from arctic_core.data import Batch, Sample
 from arctic_core.protocol import Metric
 from arctic_core.rl import metrics
@@ -41,6 +42,31 @@ def test_rewards():
     assert found["reward/accuracy"] == 0.75
     assert found["reward/groups_without_signal"] == 0.5
     assert (found["reward/min"], found["reward/max"]) == (0.0, 1.2)
+
+
+def test_rewards_of_failed_samples_are_left_out():
+    found = metrics.reward_metrics([1.0, None, None, 0.0, 0.0], ["a", "a", "b", "c", "c"], solved=1.0)
+    assert found["reward/mean"] == pytest.approx(1 / 3)
+    assert found["reward/min"] == 0.0
+    assert found["reward/groups_without_signal"] == 1.0
+
+
+def test_advantages_are_counted_over_trained_tokens():
+    batch = Batch.from_samples(
+        [
+            Sample(token_ids=[1, 2, 3, 4], prompt_length=1, loss_mask=[1, 0, 1]),
+            Sample(token_ids=[1, 2], prompt_length=1, loss_mask=[0]),
+        ]
+    )
+    values = np.array([1.0, np.nan, 3.0, np.nan], np.float32)
+    found = metrics.advantage_metrics(batch, Advantages(values, singleton_groups=2, uncounted_samples=1))
+    assert found["advantage/mean"] == 2.0
+    assert found["advantage/std"] == 1.0
+    assert (found["advantage/min"], found["advantage/max"]) == (1.0, 3.0)
+    assert (found["advantage/singleton_groups"], found["advantage/samples_without_tokens"]) == (2.0, 1.0)
+    assert metrics.sample_means(batch, values) == [2.0, 0.0]
+    nothing = metrics.advantage_metrics(Batch.from_samples([]), Advantages(np.zeros(0, np.float32), 0, 0))
+    assert set(nothing.values()) == {0.0}
 
 
 def test_lengths_count_empty_and_cut_responses():

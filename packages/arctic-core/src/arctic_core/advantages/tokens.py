@@ -65,7 +65,7 @@ def reinforce_pp_advantages(
             rewards_B[indices] = centred(rewards_B[indices])
     trained_R, lengths_B = trained_tokens(batch)
     advantages_N = np.repeat(rewards_B, lengths_B)
-    if kl_coef:
+    if kl_coef and len(batch):  # an empty batch has no fields
         penalty_N = _kl(batch, trained_R, kl_estimator)
         advantages_N -= kl_coef * discounted_to_go(penalty_N, lengths_B, 1.0)
     return spread(whitened(advantages_N, epsilon), trained_R)

@@ -29,7 +29,8 @@ def explain(
 ) -> None:
     """List configuration keys with type, default and meaning."""
     model, prefix = _chosen_model(loss, task)
-    keys = [info for info in explain_model(model, prefix) if key is None or _below(info.path, key)]
+    hidden = f"{prefix}.name" if loss is not None else ""  # the loss is named one level up
+    keys = [info for info in explain_model(model, prefix) if info.path != hidden and (key is None or _below(info.path, key))]
     if not keys:
         raise ConfigError(f"there is no key {key!r}", remedy="`arctic config explain` lists all of them")
     for info in keys:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -62,7 +63,8 @@ def _leaf(path: str, field: FieldInfo) -> KeyInfo:
 
 
 def _doc(field: FieldInfo) -> str:
-    return " ".join((field.description or "").replace("``", "").split())
+    text = " ".join((field.description or "").split())
+    return re.sub(r":\w+:`(?:~[\w.]*\.)?([^`]+)`", r"\1", text).replace("``", "")
 
 
 def _bounds(field: FieldInfo) -> str:
@@ -91,7 +93,8 @@ def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:
 
 
 def _tag(model: type[pydantic.BaseModel]) -> str:
-    tag = model.model_fields.get("type")
-    if tag is not None and typing.get_origin(tag.annotation) is Literal:
-        return str(typing.get_args(tag.annotation)[0])
+    for name in ("type", "name"):
+        tag = model.model_fields.get(name)
+        if tag is not None and typing.get_origin(tag.annotation) is Literal:
+            return str(typing.get_args(tag.annotation)[0])
     return model.__name__

@@ -16,7 +16,7 @@ class GRPOAdvantageConfig(ConfigModel):
     """GRPO: rewards relative to their group's mean, in units of its standard deviation."""
 
     name: Literal["grpo"] = "grpo"
-    """The estimator."""
+    """The estimator. In a job file that names none: the one with the loss's name, or ``grpo`` where there is none such."""
     normalize_std: bool = True
     """Divide a group's centred rewards by their standard deviation; false only centres them."""
     epsilon: float = Field(1e-4, gt=0)

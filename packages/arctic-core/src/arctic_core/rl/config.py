@@ -10,10 +10,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from arctic_core.config import ArcticRLClientConfig, ConfigModel
-from arctic_core.protocol import NamedLoss, SamplingParams
+from arctic_core.config.advantages import AdvantageConfig, GRPOAdvantageConfig
+from arctic_core.protocol import SamplingParams
 
 Backend = Literal["local", "ray"]
 OptionValue = bool | int | float | str | None
+
+ADVANTAGES_OF_LOSSES = ("dr_grpo", "rloo", "reinforce_pp")
+"""Losses that have an advantage estimator of their own name."""
 
 
 class TaskConfig(ConfigModel):
@@ -59,50 +63,57 @@ class RolloutConfig(ConfigModel):
 
 
 class LossConfig(ConfigModel):
-    """The policy loss."""
+    """What the optimizer minimises."""
 
     name: str = "grpo"
-    """Registered loss."""
+    """Registered loss, or ``package.module:attribute`` where ``client.training.allow_loss_import`` is on."""
     options: dict[str, OptionValue] = Field({})
     """Options of that loss, e.g. ``clip_low``, ``clip_high``, ``kl_coef``, ``entropy_coef``; the loss refuses unknown ones."""
     normalization: Literal["token", "sequence", "constant"] | None = None
-    """What the summed loss is divided by, once per optimizer step."""
+    """What the summed loss is divided by, once per optimizer step; absent takes the loss's own."""
     constant: float | None = Field(None, gt=0)
-    """The divisor of ``normalization: constant``, which alone takes it."""
+    """The divisor of ``constant``, which alone takes it; absent means the responses of an optimizer step times the longest
+    they can be: ``rollouts.prompts_per_step * rollouts.n / mini_batches * rollouts.max_tokens``."""
 
     @model_validator(mode="after")
     def _constant_fits(self) -> LossConfig:
-        if (self.normalization == "constant") != (self.constant is not None):
-            raise ValueError("`constant` goes with normalization 'constant', and only with it")
+        if self.constant is not None and self.normalization in ("token", "sequence"):
+            raise ValueError(f"`constant` does not go with normalization {self.normalization!r}")
         return self
-
-    def spec(self) -> NamedLoss:
-        """The protocol's loss."""
-        return NamedLoss(name=self.name, options=self.options, normalization=self.normalization, constant=self.constant)
-
-
-class AdvantageConfig(ConfigModel):
-    """How rewards become advantages."""
-
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO); false only centres them (Dr.GRPO)."""
-    epsilon: float = Field(1e-4, gt=0)
-    """Added to the standard deviation."""
 
 
 class AlgorithmConfig(ConfigModel):
     """What happens between a rollout batch and the next policy version."""
 
     loss: LossConfig = LossConfig()
-    """The policy loss."""
-    advantage: AdvantageConfig = AdvantageConfig()
-    """Group-normalised advantages."""
+    """The loss."""
+    advantage: AdvantageConfig = Field(GRPOAdvantageConfig())
+    """How rewards become advantages. Without a ``name`` it is the estimator with the loss's name (``dr_grpo``, ``rloo``,
+    ``reinforce_pp``), and ``grpo`` for all other losses."""
+    filter_uniform_groups: bool = False
+    """Do not train on groups whose rewards are all equal (``filter/*`` counts them). A step in which nothing is left makes no
+    optimizer step."""
+    drop_failed_samples: bool = False
+    """Let a reward function return ``None`` for a response that failed for reasons which are not the model's: it is left out
+    and counted. Otherwise that ends the run."""
+    teacher_topk: int | None = Field(None, ge=1)
+    """How many of the teacher's most likely tokens a loss on top-k distributions is given at each position, 16 where absent;
+    other losses refuse it. The teacher is the reference model: the initial one, or ``client.log_prob.model_name``."""
     epochs: int = Field(1, ge=1)
     """Passes over each rollout batch."""
     mini_batches: int = Field(1, ge=1)
     """Optimizer steps per pass; samples are shuffled and cut into as many nearly equal parts."""
     report_reference_kl: bool = False
-    """Score the initial model as well and report ``kl/reference``, also where the loss has no KL term."""
+    """Score the reference model as well and report ``kl/reference``, also where the loss has no KL term."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_advantage(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(advantage := values.get("advantage") or {}, dict):
+            return values
+        loss = values.get("loss") or {}
+        name = loss.get("name") if isinstance(loss, dict) else getattr(loss, "name", None)
+        return {**values, "advantage": {"name": name if name in ADVANTAGES_OF_LOSSES else "grpo", **advantage}}
 
 
 class CheckpointConfig(ConfigModel):
@@ -115,7 +126,7 @@ class CheckpointConfig(ConfigModel):
 
 
 class TrainJobConfig(ConfigModel):
-    """One training job: GRPO of one model on one task."""
+    """One training job: one model, one task."""
 
     model: str
     """Hub id, local folder, GGUF file, or ``package:NAME/FILE.gguf`` for a file inside an installed package."""
@@ -171,6 +182,14 @@ class TrainJobConfig(ConfigModel):
                 f"client.max_seq_len {self.client.max_seq_len}"
             )
         return self
+
+    @property
+    def loss_constant(self) -> float:
+        """The divisor of ``normalization: constant`` in an optimizer step."""
+        rollouts, algorithm = self.rollouts, self.algorithm
+        if algorithm.loss.constant is not None:
+            return algorithm.loss.constant
+        return rollouts.prompts_per_step * rollouts.n / algorithm.mini_batches * rollouts.max_tokens
 
     @property
     def backend(self) -> Backend:

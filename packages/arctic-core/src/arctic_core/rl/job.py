@@ -13,8 +13,12 @@ from pathlib import Path
 
 from arctic_core.client import ArcticRLClient, create_arctic_rl_client
 from arctic_core.config import ArcticRLClientConfig
+from arctic_core.errors import ConfigError
+from arctic_core.losses.base import LossDefinition, PreparedLoss, prepare_loss
+from arctic_core.losses.named import find_loss
 from arctic_core.models.resolve import resolve_model
 from arctic_core.plugins.manager import PluginRegistry, get_registry
+from arctic_core.protocol import NamedLoss
 from arctic_core.rl.config import TrainJobConfig
 from arctic_core.rl.loop import Recipe, TrainLoop, find_resume_point
 from arctic_core.rl.observe import Observer, Silent
@@ -22,6 +26,8 @@ from arctic_core.rl.plot import plot_run
 from arctic_core.rl.prompts import ChatTokenizer, locate_model
 from arctic_core.rl.report import RunFolder, Status, Summary, open_run, summarize
 from arctic_core.rl.tasks import load_reward
+
+DEFAULT_TEACHER_TOPK = 16
 
 Connect = Callable[[ArcticRLClientConfig], ArcticRLClient]
 
@@ -73,19 +79,44 @@ def make_recipe(config: TrainJobConfig, model: str, registry: PluginRegistry | N
     """Look up task, reward and loss, and load the tokenizer of the model folder ``model``.
 
     Raises:
-        ConfigError: A name is unknown, or an option is.
+        ConfigError: A name is unknown, an option is, or the loss has no use for what is set.
     """
     plugins = registry or get_registry()
-    loss = plugins.loss(config.algorithm.loss.name)
-    options = loss.config_model.parse(dict(config.algorithm.loss.options), where="algorithm.loss.options")
+    allow_import = config.client.training.allow_loss_import
+    definition = find_loss(config.algorithm.loss.name, registry=plugins, allow_import=allow_import)
+    loss = _named_loss(config, definition)
+    prepared = prepare_loss(definition, loss)
     task = plugins.task(config.task.name).create(config.task.options)
     return Recipe(
         config=config,
         task=task,
         reward=load_reward(config.reward) if config.reward else task.reward,
         tokenizer=ChatTokenizer(model, config.client.max_seq_len - config.rollouts.max_tokens),
-        loss_fields=frozenset((*loss.requires, *loss.requires_for(options))),
+        loss=loss,
+        fields=frozenset((*prepared.required, *config.algorithm.advantage.required_fields())),
+        teacher_topk=_teacher_topk(config, prepared),
     )
+
+
+def _named_loss(config: TrainJobConfig, definition: LossDefinition) -> NamedLoss:
+    """The job's loss; one normalised by a constant gets the job's."""
+    loss = config.algorithm.loss
+    normalization = loss.normalization or ("constant" if loss.constant is not None else definition.normalization)
+    constant = config.loss_constant if normalization == "constant" else None
+    return NamedLoss(name=loss.name, options=loss.options, normalization=normalization, constant=constant)
+
+
+def _teacher_topk(config: TrainJobConfig, prepared: PreparedLoss) -> int:
+    wanted = config.algorithm.teacher_topk
+    if "teacher_topk_logprobs" in prepared.required:
+        return DEFAULT_TEACHER_TOPK if wanted is None else wanted
+    if wanted is not None:
+        raise ConfigError(
+            f"the loss {config.algorithm.loss.name!r} with these options reads no top-k distribution of a teacher",
+            where="algorithm.teacher_topk",
+            remedy="remove it, or use it with the loss distill and its option source: topk",
+        )
+    return 0
 
 
 def _client_config(recipe: Recipe, model: str) -> ArcticRLClientConfig:

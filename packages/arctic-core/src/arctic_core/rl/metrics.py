@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from arctic_core.advantages import Advantages
 from arctic_core.data import Batch
 from arctic_core.protocol import FinishReason, Metric
 
@@ -43,11 +44,16 @@ def mismatch_metrics(trainer_R: np.ndarray, sampler_R: np.ndarray) -> dict[str, 
     }
 
 
-def reward_metrics(rewards_B: np.ndarray, groups: Sequence[int | str], solved: float) -> dict[str, float]:
-    """Moments of the rewards, the share solved, and the share of groups whose rewards are all equal (no signal)."""
+def reward_metrics(rewards: Sequence[float | None], groups: Sequence[int | str], solved: float) -> dict[str, float]:
+    """Moments of the rewards, the share solved, and the share of groups whose rewards are all equal (no signal).
+
+    Samples without a reward are left out; at least one must have one.
+    """
     by_group: dict[int | str, list[float]] = {}
-    for group, reward in zip(groups, rewards_B.tolist(), strict=True):
-        by_group.setdefault(group, []).append(reward)
+    for group, reward in zip(groups, rewards, strict=True):
+        if reward is not None:
+            by_group.setdefault(group, []).append(reward)
+    rewards_B = np.array([reward for reward in rewards if reward is not None], np.float64)
     flat = [min(values) == max(values) for values in by_group.values()]
     return {
         "reward/mean": float(rewards_B.mean()),
@@ -69,6 +75,26 @@ def length_metrics(batch: Batch, finish: Sequence[FinishReason]) -> dict[str, fl
         "length/prompt_mean": float(batch.prompt_lengths.mean()),
         "length/truncated": float(np.mean([reason == "length" for reason in finish])),
     }
+
+
+def advantage_metrics(batch: Batch, advantages: Advantages) -> dict[str, float]:
+    """Moments of the advantages over trained tokens (0 where there is none), and what the estimator left out."""
+    trained_N = advantages.advantages_R[batch.mask != 0].astype(np.float64)
+    values_N = trained_N if len(trained_N) else np.zeros(1)
+    return {
+        "advantage/mean": float(values_N.mean()),
+        "advantage/std": float(values_N.std()),
+        "advantage/min": float(values_N.min()),
+        "advantage/max": float(values_N.max()),
+        "advantage/singleton_groups": float(advantages.singleton_groups),
+        "advantage/samples_without_tokens": float(advantages.uncounted_samples),
+    }
+
+
+def sample_means(batch: Batch, values_R: np.ndarray) -> list[float]:
+    """Each sample's mean over its trained tokens; 0 where it has none."""
+    pairs = zip(batch.split(values_R), batch.split(batch.mask), strict=True)
+    return [float(values[mask != 0].mean(dtype=np.float64)) if mask.any() else 0.0 for values, mask in pairs]
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:

@@ -43,8 +43,10 @@ class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Last message of the conversation."""
     completion: str
     answer: str
-    reward: float
-    advantage: float
+    reward: float | None
+    """``None`` for a sample that failed."""
+    advantage: float | None
+    """Mean over the trained tokens; ``None`` for a sample that was not trained on."""
     tokens: int
     finish_reason: str
     policy_version: int

@@ -38,8 +38,9 @@ class TaskItem:
     """Anything else the reward wants to know."""
 
 
-RewardFunction = Callable[[str, TaskItem], float]
-"""``reward(completion_text, item)``; special tokens are not part of the text."""
+RewardFunction = Callable[[str, TaskItem], float | None]
+"""``reward(completion_text, item)``; special tokens are not part of the text. ``None`` says that the sample failed, for which a
+job must be prepared (``algorithm.drop_failed_samples``)."""
 
 
 class Task(Protocol):
@@ -154,8 +155,8 @@ def load_reward(dotted: str) -> RewardFunction:
     return cast("RewardFunction", found)
 
 
-def score(reward: RewardFunction, completion: str, item: TaskItem, index: int) -> float:
-    """One reward, checked.
+def score(reward: RewardFunction, completion: str, item: TaskItem, index: int, *, may_fail: bool = False) -> float | None:
+    """One reward, checked; ``None`` where the function says so and ``may_fail`` allows it.
 
     Raises:
         RewardError: The function raised, or did not return a finite number; names the sample's index in the step's batch.
@@ -164,8 +165,10 @@ def score(reward: RewardFunction, completion: str, item: TaskItem, index: int) -
         value = reward(completion, item)
     except Exception as error:  # a stranger's function may raise anything
         raise RewardError(f"the reward function raised {type(error).__name__}: {error}", where=f"sample {index}") from error
+    if value is None and may_fail:
+        return None
     try:
-        number = float(value)
+        number = math.nan if value is None else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
