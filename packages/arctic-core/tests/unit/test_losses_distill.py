@@ -181,7 +181,7 @@ def test_a_tail_near_nothing(divergence: str, beta: float) -> None:
                 torch.testing.assert_close(grad.double(), theirs, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("gone", [-math.inf, -9999.0])
+@pytest.mark.parametrize("gone", [-math.inf, -9999.0, -30.0])
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 def test_a_token_the_teacher_rules_out(gone: float, tail: str) -> None:
     """Reverse KL would be infinite: its log-ratio counts as the limit, the token is pushed down, and the metrics say so."""
@@ -378,11 +378,15 @@ def test_masked_slots_may_hold_anything(config: DistillLossConfig) -> None:
 
 @pytest.mark.parametrize("config", ALL_CONFIGS, ids=str)
 def test_empty_batch(config: DistillLossConfig) -> None:
-    inputs = some_inputs(0, 0, 4, config)
-    out = distill_loss(inputs, config)
-    assert out.loss.item() == 0
-    assert gradient(out, inputs).shape == leaf_of(inputs).shape
-    assert all(pair == (0.0, 0.0) for pair in out.metrics.values())
+    for k, teacher_k in ((4, 4), (0, 0), (4, 0)):
+        inputs = some_inputs(0, 0, k or 1, config)
+        if config.source == "topk":
+            student, teacher = torch.zeros(0, k, requires_grad=True), torch.zeros(0, teacher_k)
+            inputs = dataclasses.replace(inputs, topk_logprobs_RK=student, teacher_topk_logprobs_RK=teacher)
+        out = distill_loss(inputs, config)
+        assert out.loss.item() == 0
+        assert gradient(out, inputs).shape == leaf_of(inputs).shape
+        assert all(pair == (0.0, 0.0) for pair in out.metrics.values())
 
 
 @settings(max_examples=60, deadline=None)

@@ -51,9 +51,12 @@ def distill_loss(inputs: LossInputs, config: DistillLossConfig) -> LossOutput:
 def _topk(inputs: LossInputs, config: DistillLossConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     assert inputs.topk_logprobs_RK is not None
     assert inputs.teacher_topk_logprobs_RK is not None
+    student_RK, teacher_RK = inputs.topk_logprobs_RK, inputs.teacher_topk_logprobs_RK.detach()
+    if not len(student_RK):  # an empty batch may not know its K
+        student_RK, teacher_RK = student_RK.sum(-1, keepdim=True), teacher_RK.sum(-1, keepdim=True)
     mask_R1 = inputs.mask_R[:, None]
-    student_RK = masked(inputs.topk_logprobs_RK, mask_R1).clamp_min(LOGPROB_FLOOR)
-    teacher_RK = masked(inputs.teacher_topk_logprobs_RK.detach(), mask_R1).clamp_min(LOGPROB_FLOOR)
+    student_RK = masked(student_RK, mask_R1).clamp_min(LOGPROB_FLOOR)
+    teacher_RK = masked(teacher_RK, mask_R1).clamp_min(LOGPROB_FLOOR)
     outcomes = _with_tail if config.tail == "bucket" else _renormalized
     log_p_RN, log_q_RN = outcomes(student_RK), outcomes(teacher_RK)
 
