@@ -12,6 +12,7 @@ This module needs numpy and msgspec only.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -218,15 +219,32 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
         return [self._sample(i, cu) for i in range(len(self))]
 
     def select(self, indices: Sequence[int]) -> Batch:
-        """The batch made of the given samples, in the given order."""
-        if len(indices) == 0:
-            return self._empty_like()
-        return Batch.from_samples(self[i] for i in indices)
+        """The batch made of the given samples, in the given order; samples may repeat, and negative indices count from the end.
 
-    def _empty_like(self) -> Batch:
-        names = ("policy_versions", *_RESPONSE_FIELDS)
-        fields = {name: None if (value := getattr(self, name)) is None else value[:0] for name in names}
-        return msgspec.structs.replace(Batch.from_samples([]), **fields)
+        Copies the samples' spans and checks nothing but the indices: what a valid batch holds is valid.
+
+        Raises:
+            IndexError: An index is outside the batch.
+            DataError: The indices are not integers in one dimension.
+        """
+        size = len(self)
+        chosen = _vector(indices, np.int64, "batch.select")
+        if (outside := chosen[(chosen < -size) | (chosen >= size)]).size:
+            raise IndexError(f"sample {outside[0]} of a batch of {size}")
+        chosen = chosen % max(size, 1)
+        selected = copy.copy(self)  # runs no checks
+        cu = self.cu_responses
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[chosen])]).astype(np.int64)
+        force_setattr(selected, "token_ids", _spans(self.token_ids, self.cu_seqlens, chosen))
+        force_setattr(selected, "cu_seqlens", offsets)
+        force_setattr(selected, "groups", tuple(self.groups[i] for i in chosen.tolist()))
+        for name in ("prompt_lengths", "temperatures", "policy_versions"):
+            if (value := getattr(self, name)) is not None:
+                force_setattr(selected, name, value[chosen])
+        for name in _RESPONSE_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                force_setattr(selected, name, _spans(value, cu, chosen))
+        return selected
 
     def replace(self, **changes: Any) -> Batch:
         """A validated copy with some fields changed."""
@@ -262,6 +280,12 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, forbid_unknown_
         if len(values) != self.num_response_tokens:
             raise DataError(f"{len(values)} values for {self.num_response_tokens} response tokens", where="batch.split")
         return np.split(values, self.cu_responses[1:-1]) if len(self) else []
+
+
+def _spans(values: np.ndarray, offsets: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """``values[offsets[i] : offsets[i + 1]]`` of the chosen ``i``, end to end; slices, as an index per token costs more."""
+    bounds = zip(offsets[chosen].tolist(), offsets[chosen + 1].tolist(), strict=True)
+    return np.concatenate([values[:0], *(values[start:stop] for start, stop in bounds)])
 
 
 def token_array(value: ArrayLike, where: str) -> np.ndarray:

@@ -140,9 +140,12 @@ def test_samples_come_back_from_a_batch(rows: list[Sample]) -> None:
 
 @given(sample_lists(), st.data())
 def test_select_is_a_list_of_samples(rows: list[Sample], data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
-    got = Batch.from_samples(rows).select(chosen)
+    chosen = data.draw(st.lists(st.integers(-len(rows), len(rows) - 1), max_size=8)) if rows else []
+    batch = Batch.from_samples(rows)
+    got = batch.select(chosen)
     assert len(got) == len(chosen)
+    got.replace()  # checks it as if new
+    assert len(batch) == len(rows)  # the original is left alone
     for row, i in zip(got.samples(), chosen, strict=True):
         assert_equal(row, rows[i])
 
@@ -154,6 +157,25 @@ def test_an_empty_selection_keeps_the_fields(rows: list[Sample]) -> None:
     assert len(empty) == empty.num_response_tokens == 0
     for name in (*TOKEN_FIELDS, "policy_versions"):
         assert (getattr(empty, name) is None) == (getattr(batch, name) is None)
+
+
+def test_a_selection_checks_its_indices() -> None:
+    batch = Batch.from_samples([sample(), sample()])
+    for outside in (2, -3):
+        with pytest.raises(IndexError, match=f"sample {outside} of a batch of 2"):
+            batch.select([0, outside])
+    with pytest.raises(IndexError):
+        Batch.from_samples([]).select([0])
+    for wrong in ([0.0], [True, False], [[0]]):
+        with pytest.raises(DataError) as caught:
+            batch.select(wrong)
+        assert caught.value.where == "batch.select"
+
+
+def test_a_selection_shares_no_memory() -> None:
+    batch = Batch.from_samples([sample(advantages=[1, 2, 3])])
+    batch.select([0]).advantages[:] = 9
+    assert batch.advantages.tolist() == [1, 2, 3]
 
 
 @given(sample_lists())
