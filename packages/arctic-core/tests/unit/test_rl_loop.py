@@ -42,7 +42,7 @@ def rewards(tmp_path, monkeypatch):
         "seen = 0\n"
         "def mixed(completion, item):\n"
         "    global seen\n    seen += 1\n"
-        "    return None if seen % 4 == 1 else 1.0 if seen % 8 > 4 else float(seen)\n"
+        "    return None if seen % 4 == 1 else 1.0 if seen > 4 else float(seen)\n"
         "calls = 0\n"
         "def interrupt(completion, item):\n"
         "    global calls\n    calls += 1\n"
