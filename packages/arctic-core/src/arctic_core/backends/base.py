@@ -5,7 +5,7 @@ An engine knows nothing of clients, transports or other ranks' work. It is built
 in order and decides the number of micro-batches once for all ranks. Trainers and log-prob engines are synchronous and
 called from one thread; samplers are asynchronous. Every array is numpy at this border.
 
-Suffix legend: ``_R`` response-token axis of a packed batch.
+Suffix legend: ``_R`` response-token axis of a packed batch, ``_K`` tokens scored beside each response token.
 """
 
 from __future__ import annotations
@@ -64,10 +64,13 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class ScoreOutcome:
-    """Log-probs and entropies of one rank's micro-batches, concatenated in the order given."""
+    """Scores of one rank's micro-batches, concatenated in the order given; see :class:`arctic_core.protocol.Scores`."""
 
     logprobs_R: np.ndarray
-    entropy_R: np.ndarray | None
+    entropy_R: np.ndarray | None = None
+    topk_ids_RK: np.ndarray | None = None
+    """Int32."""
+    topk_logprobs_RK: np.ndarray | None = None
 
 
 class Engine(abc.ABC):
@@ -118,10 +121,18 @@ class LogProb(Engine):
     """Scores batches with a frozen model. With several ranks every rank gets the same number of micro-batches."""
 
     @abc.abstractmethod
-    def forward(self, micro_batches: Sequence[Batch], *, entropy: bool, temperature: float | None) -> ScoreOutcome:
+    def forward(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        entropy: bool,
+        temperature: float | None,
+        topk: int = 0,
+        given_topk: bool = False,
+    ) -> ScoreOutcome:
         """Score without gradients. An empty micro-batch takes part in collectives and adds nothing.
 
-        ``temperature`` overrides the samples' own.
+        ``temperature`` overrides the samples' own. The arguments are those of :class:`arctic_core.protocol.Forward`.
         """
 
 
@@ -129,7 +140,15 @@ class Trainer(LogProb):
     """Trains. Gradients are sums over micro-batches *and* ranks until :meth:`step` divides them once."""
 
     @abc.abstractmethod
-    def forward_reference(self, micro_batches: Sequence[Batch], *, entropy: bool, temperature: float | None) -> ScoreOutcome:
+    def forward_reference(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        entropy: bool,
+        temperature: float | None,
+        topk: int = 0,
+        given_topk: bool = False,
+    ) -> ScoreOutcome:
         """Score with the frozen copy of the initial weights (only with ``config.reference`` and no log-prob ranks)."""
 
     @abc.abstractmethod
@@ -144,10 +163,12 @@ class Trainer(LogProb):
         micro_batches: Sequence[Batch],
         grad_logprobs: Sequence[np.ndarray],
         grad_entropy: Sequence[np.ndarray] | None,
+        grad_topk_logprobs: Sequence[np.ndarray] | None = None,
         *,
         temperature: float | None,
     ) -> None:
-        """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy``; one ``[R]`` array per micro-batch."""
+        """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy + Σ u·topk_logprob``; one ``[R]`` (``u``: ``[R, K]``) array
+        per micro-batch."""
 
     @abc.abstractmethod
     def step(self, *, divisor: float, lr: float | None, max_grad_norm: float | None) -> StepOutcome:

@@ -4,14 +4,14 @@ A group shards a batch over its ranks, decides the number of micro-batches once 
 and merges their results in the caller's order. It also owns the one division of a training step: the trainer group counts
 what the accumulated gradient must be divided by, over all batches and ranks, and hands the number to every rank.
 
-Suffix legend: ``_R`` response-token axis of a packed batch.
+Suffix legend: ``_R`` response-token axis of a packed batch, ``_K`` tokens scored beside each response token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from arctic_core.errors import (
     EngineError,
     InvalidStateError,
 )
+from arctic_core.losses.base import LossDefinition, PreparedLoss, prepare_loss
+from arctic_core.losses.named import count_divisor, find_loss
 from arctic_core.protocol import Completion, Metric, NamedLoss, RestorePart, Scores
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
@@ -107,23 +109,56 @@ class LogProbGroup(EngineGroup):
         plan = plan_batch(batch, ranks=len(self.ranks), max_tokens=self.micro_batch_tokens)
         return plan, [[batch.select(indices) for indices in rank] for rank in plan.ranks]
 
-    async def forward(self, batch: Batch, *, entropy: bool, temperature: float | None, method: str = "forward") -> Scores:
-        """Log-probs (and entropies) of the batch's response tokens, in its order."""
+    async def forward(
+        self,
+        batch: Batch,
+        *,
+        entropy: bool,
+        temperature: float | None,
+        topk: int = 0,
+        given_topk: bool = False,
+        method: str = "forward",
+    ) -> Scores:
+        """What :class:`arctic_core.protocol.Forward` asks for, of the batch's response tokens, in its order."""
         plan, shards = self.shard(batch)
         outcomes: list[ScoreOutcome] = await self.each(
-            method, [(shard,) for shard in shards], entropy=entropy, temperature=temperature
+            method,
+            [(shard,) for shard in shards],
+            entropy=entropy,
+            temperature=temperature,
+            topk=topk,
+            given_topk=given_topk,
         )
-        logprobs_R = plan.merge(batch, [outcome.logprobs_R for outcome in outcomes])
-        entropies = [outcome.entropy_R for outcome in outcomes]
-        entropy_R = plan.merge(batch, [e for e in entropies if e is not None]) if entropy else None
-        return Scores(logprobs=logprobs_R, entropy=entropy_R)
+
+        def merged(outputs: list[np.ndarray | None]) -> np.ndarray | None:
+            found = [output for output in outputs if output is not None]
+            return plan.merge(batch, found) if found else None
+
+        return Scores(
+            logprobs=plan.merge(batch, [outcome.logprobs_R for outcome in outcomes]),
+            entropy=merged([outcome.entropy_R for outcome in outcomes]),
+            topk_ids=merged([outcome.topk_ids_RK for outcome in outcomes]),
+            topk_logprobs=merged([outcome.topk_logprobs_RK for outcome in outcomes]),
+        )
 
 
 class TrainerGroup(LogProbGroup):
-    """Trains over all ranks."""
+    """Trains over all ranks.
 
-    def __init__(self, ranks: Sequence[Rank], *, deadline_s: float, micro_batch_tokens: int) -> None:
+    Args:
+        find_loss: The definition of a named loss, for what the group itself must know of it.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        deadline_s: float,
+        micro_batch_tokens: int,
+        find_loss: Callable[[str], LossDefinition] = find_loss,
+    ) -> None:
         super().__init__(ranks, deadline_s=deadline_s, micro_batch_tokens=micro_batch_tokens)
+        self._find_loss = find_loss
         self._divisor = Divisor()
 
     @property
@@ -132,35 +167,39 @@ class TrainerGroup(LogProbGroup):
         return self._divisor.kind is not None
 
     async def forward_backward(self, batch: Batch, loss: NamedLoss, *, temperature: float | None) -> dict[str, Metric]:
-        """Accumulate a named loss's gradient; returns metrics summed over ranks.
+        """Accumulate a named loss's gradient; returns metrics summed over ranks, with ``all_masked_batches``: whether the
+        batch had nothing to train.
 
         Raises:
+            ConfigError: There is no such loss, or its options or normalisation are wrong. No rank has begun.
             NonFiniteError: The loss is NaN or infinite. The accumulated gradient is dropped.
         """
-        counted = self._divisor.with_loss(batch, loss)
+        # Not on the event loop: a loss by dotted name imports its module.
+        prepared = await asyncio.to_thread(lambda: prepare_loss(self._find_loss(loss.name), loss))
+        counted = self._divisor.with_loss(batch, prepared)
         _, shards = self.shard(batch)
         async with self._dropping_on_failure():
             per_rank: list[dict[str, Metric]] = await self.each(
                 "forward_backward", [(shard, loss) for shard in shards], temperature=temperature
             )
         self._divisor = counted
-        return add_metrics(per_rank)
+        return add_metrics([*per_rank, {"all_masked_batches": Metric(sum=float(not batch.mask.any()))}])
 
     async def backward(
-        self, batch: Batch, grad_logprobs: np.ndarray, grad_entropy: np.ndarray | None, *, temperature: float | None
+        self,
+        batch: Batch,
+        grad_logprobs: np.ndarray,
+        grad_entropy: np.ndarray | None,
+        grad_topk_logprobs: np.ndarray | None = None,
+        *,
+        temperature: float | None,
     ) -> None:
-        """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy``."""
+        """Accumulate the gradient of ``Σ w·logprob + Σ v·entropy + Σ u·topk_logprob``."""
         counted = self._divisor.with_sum()
         plan, shards = self.shard(batch)
-        args = []
-        weights = batch.split(grad_logprobs)
-        entropy_weights = None if grad_entropy is None else batch.split(grad_entropy)
-        for rank, shard in zip(plan.ranks, shards, strict=True):
-            w = [_gather(weights, indices) for indices in rank]
-            v = None if entropy_weights is None else [_gather(entropy_weights, indices) for indices in rank]
-            args.append((shard, w, v))
+        weights = [_deal(plan, batch, values) for values in (grad_logprobs, grad_entropy, grad_topk_logprobs)]
         async with self._dropping_on_failure():
-            await self.each("backward", args, temperature=temperature)
+            await self.each("backward", list(zip(shards, *weights, strict=True)), temperature=temperature)
         self._divisor = counted
 
     @contextlib.asynccontextmanager
@@ -258,14 +297,12 @@ class Divisor:
         self.kind = kind
         self.count = count
 
-    def with_loss(self, batch: Batch, loss: NamedLoss) -> Divisor:
+    def with_loss(self, batch: Batch, prepared: PreparedLoss) -> Divisor:
         """Count a batch under a loss's normalization."""
-        if loss.normalization == "constant":
-            assert loss.constant is not None
-            return self._next(f"constant={loss.constant}", loss.constant - self.count)
-        trained = [int(np.count_nonzero(mask)) for mask in batch.split(batch.mask)]
-        count = sum(trained) if loss.normalization == "token" else sum(n > 0 for n in trained)
-        return self._next(loss.normalization, count)
+        count = count_divisor(batch, prepared)
+        if prepared.normalization == "constant":
+            return self._next(f"constant={prepared.constant}", count - self.count)
+        return self._next(prepared.normalization, count)
 
     def with_sum(self) -> Divisor:
         """Note a plain sum, which is divided by nothing."""
@@ -307,5 +344,9 @@ def add_metrics(parts: Sequence[dict[str, Metric]]) -> dict[str, Metric]:
     return total
 
 
-def _gather(rows: list[np.ndarray], indices: Sequence[int]) -> np.ndarray:
-    return np.concatenate([rows[i] for i in indices]) if indices else np.zeros(0, np.float32)
+def _deal(plan: BatchPlan, batch: Batch, values: np.ndarray | None) -> list[list[np.ndarray] | None]:
+    """Per rank the ``[R]`` or ``[R, K]`` values of its micro-batches, or ``None`` for each where there are none."""
+    if values is None:
+        return [None] * len(plan.ranks)
+    rows = batch.split(values)
+    return [[np.concatenate([values[:0], *(rows[i] for i in indices)]) for indices in rank] for rank in plan.ranks]

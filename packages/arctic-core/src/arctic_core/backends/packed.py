@@ -3,7 +3,7 @@
 A subclass supplies what differs between runtimes, through the hooks marked abstract below: wrapping the module, running a
 backward pass, applying the update, gathering whole parameters on rank 0, and keeping optimizer state on disk.
 
-Suffix legend: ``_R`` response tokens of a micro-batch.
+Suffix legend: ``_R`` response tokens of a micro-batch, ``_K`` tokens scored beside each of them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ from __future__ import annotations
 import abc
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from arctic_core.backends.base import EngineReport, LogProb, ScoreOutcome, StepOutcome, Trainer
-from arctic_core.backends.losses import check_loss_batch, checked_scalar, loss_inputs, weighted_sum
-from arctic_core.backends.memory import resident_bytes
+from arctic_core.backends.base import ScoreOutcome, StepOutcome, Trainer
+from arctic_core.backends.packed_scoring import PackedEngine
 from arctic_core.data import Batch
 from arctic_core.errors import (
-    ArcticError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -35,129 +32,20 @@ from arctic_core.errors import (
     NonFiniteError,
     PluginError,
 )
+from arctic_core.losses.base import PreparedLoss, prepare_loss
+from arctic_core.losses.inputs import check_loss_batch, checked_scalar, loss_inputs
+from arctic_core.losses.named import find_loss
 from arctic_core.models.export import host_bytes, write_hf_folder
-from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, load_causal_lm, manifest_of, resolve_model
-from arctic_core.models.scoring import PackedInputs, ScoringModule, pack
+from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, manifest_of, resolve_model
+from arctic_core.models.scoring import Scores, ScoringModule
 from arctic_core.optim import learning_rate
 from arctic_core.plugins.manager import get_registry
 from arctic_core.protocol import Metric, NamedLoss, RestorePart
 from arctic_core.sync.carriers import WeightCarrier
 from arctic_core.sync.plan import BucketRef, WeightPlan
 
-T = TypeVar("T")
-
 STATE_FILE = "trainer.json"
 _FORMAT = 1
-
-
-class PackedEngine(LogProb):
-    """One rank that scores packed batches; on its own it is a log-prob engine."""
-
-    _frozen: nn.Module | None = None
-    """The model that is only scored with: the log-prob engine's model, or a trainer's reference."""
-
-    # --- hooks ------------------------------------------------------------------------------------------------------
-
-    def _start_runtime(self) -> None:
-        """Prepare the process before the model is loaded, e.g. join the process group."""
-
-    @abc.abstractmethod
-    def _build_frozen(self, module: ScoringModule) -> nn.Module:
-        """Make a loaded module ready for scoring without gradients; the result is called like a :class:`ScoringModule`."""
-
-    def _all_ranks(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on every rank."""
-        return flag
-
-    # --- engine -----------------------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        self._prepare_process()
-        self._frozen = self._build_frozen(self._load_module(self.spec.model_path))
-
-    def stop(self) -> None:
-        self._frozen = None
-        if self.spec.device == "cuda":
-            torch.cuda.empty_cache()
-
-    def report(self) -> EngineReport:
-        return EngineReport(
-            implementation=self.implementation,
-            device=self.spec.device,
-            dtype=self.spec.dtype,
-            pid=os.getpid(),
-            memory_bytes=memory_bytes(self.spec.device),
-            capabilities=self.capabilities(self.spec.device),
-        )
-
-    def forward(self, micro_batches: Sequence[Batch], *, entropy: bool, temperature: float | None) -> ScoreOutcome:
-        return self._score(self._frozen, micro_batches, entropy, temperature)
-
-    @property
-    def where(self) -> str:
-        """The rank, as errors name it."""
-        return f"{self.spec.engine}[{self.spec.rank}]"
-
-    # --- shared steps -----------------------------------------------------------------------------------------------
-
-    def _prepare_process(self) -> None:
-        if self.spec.device == "cpu" and self.spec.threads is not None:
-            torch.set_num_threads(self.spec.threads)
-        torch.manual_seed(self.spec.config.seed)
-        self._start_runtime()
-
-    def _load_module(self, name: str, *, gradient_checkpointing: bool = False) -> ScoringModule:
-        model = load_causal_lm(
-            resolve_model(name),
-            dtype=self.spec.dtype,
-            device=self.spec.device,
-            gradient_checkpointing=gradient_checkpointing,
-            registry=get_registry(),
-        )
-        self._vocabulary = model.config.get_text_config().vocab_size
-        return ScoringModule(model)
-
-    def _agree(self, check: Callable[[], T]) -> T:
-        """Run a check that may refuse this rank's part. Where it does on one rank all raise: a rank that went on would wait
-        for the others for ever."""
-        try:
-            result = check()
-        except ArcticError:
-            self._all_ranks(False)
-            raise
-        if not self._all_ranks(True):
-            raise EngineError("another rank refused its part", where=self.where)
-        return result
-
-    def _pack_all(self, micro_batches: Sequence[Batch], temperature: float | None) -> list[PackedInputs]:
-        return self._agree(lambda: [self._pack(batch, temperature) for batch in micro_batches])
-
-    def _pack(self, batch: Batch, temperature: float | None) -> PackedInputs:
-        bad = np.flatnonzero(batch.token_ids >= self._vocabulary)
-        if bad.size:
-            sample = int(np.searchsorted(batch.cu_seqlens, bad[0], side="right")) - 1
-            raise DataError(
-                f"sample {sample} of a micro-batch holds token id {batch.token_ids[bad[0]]}; the model knows 0.."
-                f"{self._vocabulary - 1}",
-                where="batch.token_ids",
-                remedy="tokenize with the tokenizer of the model that is trained",
-            )
-        return pack(batch, self.spec.device, temperature)
-
-    @torch.no_grad()
-    def _score(
-        self, module: nn.Module | None, micro_batches: Sequence[Batch], entropy: bool, temperature: float | None
-    ) -> ScoreOutcome:
-        if module is None:
-            raise InvalidStateError("there is no model to score with", where=self.where)
-        module.eval()
-        logprobs, entropies = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
-        for inputs in self._pack_all(micro_batches, temperature):
-            logprobs_R, entropy_R = module(inputs, entropy)
-            logprobs.append(logprobs_R.float().cpu().numpy())
-            if entropy:
-                entropies.append(entropy_R.float().cpu().numpy())
-        return ScoreOutcome(np.concatenate(logprobs), np.concatenate(entropies) if entropy else None)
 
 
 class PackedTrainer(PackedEngine, Trainer):
@@ -232,76 +120,96 @@ class PackedTrainer(PackedEngine, Trainer):
                 delattr(self, name)
         super().stop()
 
-    def forward(self, micro_batches: Sequence[Batch], *, entropy: bool, temperature: float | None) -> ScoreOutcome:
-        return self._score(self.policy, micro_batches, entropy, temperature)
+    def forward(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        entropy: bool,
+        temperature: float | None,
+        topk: int = 0,
+        given_topk: bool = False,
+    ) -> ScoreOutcome:
+        return self._score(
+            self.policy, micro_batches, entropy=entropy, temperature=temperature, topk=topk, given_topk=given_topk
+        )
 
-    def forward_reference(self, micro_batches: Sequence[Batch], *, entropy: bool, temperature: float | None) -> ScoreOutcome:
+    def forward_reference(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        entropy: bool,
+        temperature: float | None,
+        topk: int = 0,
+        given_topk: bool = False,
+    ) -> ScoreOutcome:
         if self._frozen is None:
             raise InvalidStateError(
                 "this trainer holds no reference model",
                 where=self.where,
                 remedy="start with reference=True; with log_prob_gpus > 0 the log-prob engine scores it",
             )
-        return self._score(self._frozen, micro_batches, entropy, temperature)
+        return self._score(
+            self._frozen, micro_batches, entropy=entropy, temperature=temperature, topk=topk, given_topk=given_topk
+        )
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: NamedLoss, *, temperature: float | None
     ) -> dict[str, Metric]:
-        definition = get_registry().loss(loss.name)
-        options = definition.config_model.parse(dict(loss.options), where=f"loss {loss.name!r}")
-        required = (*definition.requires, *definition.requires_for(options))
-        self._agree(lambda: [check_loss_batch(batch, loss.name, required) for batch in micro_batches])
-        entropy = definition.needs_entropy(options)
+        prepared = self._agree(lambda: self._prepare(loss, micro_batches))
         metrics: dict[str, Metric] = {}
 
-        def compute(batch: Batch, logprobs_R: torch.Tensor, entropy_R: torch.Tensor | None) -> torch.Tensor:
-            output = definition.compute(loss_inputs(batch, required, logprobs_R, entropy_R), options)
+        def compute(batch: Batch, scores: Scores) -> torch.Tensor:
+            output = prepared.compute(loss_inputs(batch, prepared, *scores[:3]))
             for name, (total, count) in output.metrics.items():
                 metric = Metric(sum=float(total), count=float(count))
                 metrics[name] = metrics[name] + metric if name in metrics else metric
-            return checked_scalar(output.loss, definition)
+            return checked_scalar(output.loss, loss.name)
 
-        self._accumulate(micro_batches, entropy, temperature, compute)
+        self._accumulate(micro_batches, compute, prepared.needs_entropy, prepared.needs_topk, temperature)
         return metrics
+
+    def _prepare(self, loss: NamedLoss, micro_batches: Sequence[Batch]) -> PreparedLoss:
+        definition = find_loss(loss.name, allow_import=self.spec.config.training.allow_loss_import)
+        prepared = prepare_loss(definition, loss)
+        for batch in micro_batches:
+            check_loss_batch(batch, prepared)
+        return prepared
 
     def backward(
         self,
         micro_batches: Sequence[Batch],
         grad_logprobs: Sequence[np.ndarray],
         grad_entropy: Sequence[np.ndarray] | None,
+        grad_topk_logprobs: Sequence[np.ndarray] | None = None,
         *,
         temperature: float | None,
     ) -> None:
-        weights = list(zip(grad_logprobs, grad_entropy or [None] * len(grad_logprobs), strict=True))
-        for i, batch in enumerate(micro_batches):
-            for name, value in zip(("grad_logprobs", "grad_entropy"), weights[i], strict=True):
-                if value is not None and value.shape != (batch.num_response_tokens,):
-                    raise DataError(
-                        f"micro-batch {i} has {batch.num_response_tokens} response tokens, got shape {value.shape}", where=name
-                    )
+        absent = [None] * len(micro_batches)
+        weights = list(zip(grad_logprobs, grad_entropy or absent, grad_topk_logprobs or absent, strict=True))
+        self._agree(lambda: _check_weights(micro_batches, weights))
         pending = iter(weights)
 
-        def compute(batch: Batch, logprobs_R: torch.Tensor, entropy_R: torch.Tensor | None) -> torch.Tensor:
-            w_R, v_R = next(pending)
-            total = weighted_sum(w_R, logprobs_R)
-            return total if v_R is None or entropy_R is None else total + weighted_sum(v_R, entropy_R)
+        def compute(batch: Batch, scores: Scores) -> torch.Tensor:
+            given = zip(next(pending), scores[:3], strict=True)
+            return torch.stack([weighted_sum(w, values) for w, values in given if w is not None and values is not None]).sum()
 
-        self._accumulate(micro_batches, grad_entropy is not None, temperature, compute)
+        self._accumulate(micro_batches, compute, grad_entropy is not None, grad_topk_logprobs is not None, temperature)
 
     def _accumulate(
         self,
         micro_batches: Sequence[Batch],
+        compute: Callable[[Batch, Scores], torch.Tensor],
         entropy: bool,
+        given_topk: bool,
         temperature: float | None,
-        compute: Callable[[Batch, torch.Tensor, torch.Tensor | None], torch.Tensor],
     ) -> None:
-        packed = self._pack_all(micro_batches, temperature)
+        packed = self._pack_all(micro_batches, temperature, given_topk)
         self.policy.train()
         for i, (batch, inputs) in enumerate(zip(micro_batches, packed, strict=True)):
-            outputs = self.policy(inputs, entropy)
-            scalar, problem = self._attempt(lambda: compute(batch, *outputs), i)  # noqa: B023 - called at once
+            scores = self.policy(inputs, entropy)
+            scalar, problem = self._attempt(lambda: compute(batch, scores), i)  # noqa: B023 - called at once
             if not self._all_ranks(problem is None) or scalar is None:
                 self.zero_grad()
                 raise problem or EngineError(
@@ -426,9 +334,23 @@ class PackedTrainer(PackedEngine, Trainer):
         return state
 
 
-def memory_bytes(device: str) -> int:
-    """Memory held by this process: device memory on GPU, resident memory on CPU."""
-    return torch.cuda.memory_reserved() if device == "cuda" else resident_bytes([os.getpid()])
+def weighted_sum(weights: np.ndarray, values: torch.Tensor) -> torch.Tensor:
+    """``Σ w·x`` in which a zero weight silences a value of −inf."""
+    w = torch.from_numpy(np.array(weights, np.float32)).to(values.device)
+    return (w * values.masked_fill(w == 0, 0.0)).sum()
+
+
+def _check_weights(micro_batches: Sequence[Batch], weights: Sequence[tuple[np.ndarray | None, ...]]) -> None:
+    for i, (batch, given) in enumerate(zip(micro_batches, weights, strict=True)):
+        tokens = (batch.num_response_tokens,)
+        candidates = (0, 0) if batch.topk_ids is None else batch.topk_ids.shape
+        names = ("grad_logprobs", "grad_entropy", "grad_topk_logprobs")
+        for name, value, shape in zip(names, given, (tokens, tokens, candidates), strict=True):
+            if value is not None and value.shape != shape:
+                raise DataError(
+                    f"micro-batch {i} has {tokens[0]} response tokens and needs weights of shape {shape}, got {value.shape}",
+                    where=name,
+                )
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

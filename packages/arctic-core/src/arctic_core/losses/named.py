@@ -1,13 +1,16 @@
-"""What names a loss, and the loss it names. Needs no engine."""
+"""What names a loss, the loss it names, and what a batch adds to its divisor. Needs no engine."""
 
 from __future__ import annotations
 
 import pkgutil
 from typing import Any
 
+import numpy as np
+
 from arctic_core.config.base import ConfigModel
+from arctic_core.data import Batch
 from arctic_core.errors import ConfigError, DataError
-from arctic_core.losses.base import LossDefinition
+from arctic_core.losses.base import LossDefinition, PreparedLoss
 from arctic_core.plugins.manager import PluginRegistry, get_registry
 from arctic_core.protocol import NamedLoss
 
@@ -76,7 +79,17 @@ def find_loss(name: str, *, registry: PluginRegistry | None = None, allow_import
             f"is a {type(found).__name__}, neither a LossDefinition nor a function (LossInputs, config) -> LossOutput",
             where=f"loss {name!r}",
         )
-    return LossDefinition(name, NoOptions, found)
+    compute: Any = found
+    return LossDefinition(name, NoOptions, compute)
+
+
+def count_divisor(batch: Batch, prepared: PreparedLoss) -> float:
+    """What a batch's summed loss is divided by on its own: its trained tokens, its sequences with one, or the constant."""
+    if prepared.normalization == "constant":
+        assert prepared.constant is not None
+        return prepared.constant
+    trained = [int(np.count_nonzero(mask)) for mask in batch.split(batch.mask)]
+    return float(sum(trained) if prepared.normalization == "token" else sum(n > 0 for n in trained))
 
 
 def _import(name: str) -> Any:

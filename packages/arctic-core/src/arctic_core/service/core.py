@@ -183,7 +183,14 @@ class ArcticService:
         async with self._exclusive(engine, "forward"):
             group = engine.group
             assert isinstance(group, LogProbGroup)
-            return await group.forward(op.batch, entropy=op.entropy, temperature=op.temperature, method=method)
+            return await group.forward(
+                op.batch,
+                entropy=op.entropy,
+                temperature=op.temperature,
+                topk=op.topk,
+                given_topk=op.given_topk,
+                method=method,
+            )
 
     async def _forward_backward(self, op: p.ForwardBackward) -> p.Result:
         async with self._training("forward_backward") as trainer:
@@ -191,7 +198,9 @@ class ArcticService:
 
     async def _backward(self, op: p.Backward) -> p.Result:
         async with self._training("backward") as trainer:
-            await trainer.backward(op.batch, op.grad_logprobs, op.grad_entropy, temperature=op.temperature)
+            await trainer.backward(
+                op.batch, op.grad_logprobs, op.grad_entropy, op.grad_topk_logprobs, temperature=op.temperature
+            )
         return p.Done()
 
     async def _optimizer_step(self, op: p.Step) -> p.Result:

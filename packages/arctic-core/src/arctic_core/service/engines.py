@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from arctic_core.backends.base import EngineDefinition
 from arctic_core.backends.group import EngineGroup, LogProbGroup, SamplerGroup, TrainerGroup
 from arctic_core.backends.rank import Rank
 from arctic_core.config.client import ArcticRLClientConfig
 from arctic_core.errors import ArcticError, DeadlineExceeded, EngineDiedError, UnsupportedOperation
+from arctic_core.losses.named import find_loss
 from arctic_core.plugins.manager import PluginRegistry
 from arctic_core.protocol import EngineInfo, EngineName
 from arctic_core.service.launch import Launcher, count_ranks
@@ -80,7 +82,8 @@ class Engines:
         group: EngineGroup
         if name == "trainer":
             tokens = self.config.training.micro_batch_tokens
-            group = TrainerGroup(ranks, deadline_s=deadline, micro_batch_tokens=tokens)
+            losses = partial(find_loss, registry=self._registry, allow_import=self.config.training.allow_loss_import)
+            group = TrainerGroup(ranks, deadline_s=deadline, micro_batch_tokens=tokens, find_loss=losses)
         elif name == "sampler":
             group = SamplerGroup(ranks, deadline_s=deadline)
         else:

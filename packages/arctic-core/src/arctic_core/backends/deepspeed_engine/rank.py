@@ -13,7 +13,7 @@ from torch import nn
 
 from arctic_core.backends.deepspeed_engine.config import frozen_config
 from arctic_core.backends.deepspeed_engine.runtime import environment, join, leave, limit_waits, load_deepspeed
-from arctic_core.backends.packed import PackedEngine
+from arctic_core.backends.packed_scoring import PackedEngine
 from arctic_core.models.scoring import ScoringModule
 
 

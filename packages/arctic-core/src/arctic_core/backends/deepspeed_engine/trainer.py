@@ -112,8 +112,8 @@ class DeepSpeedTrainer(DeepSpeedRank, PackedTrainer):
         weights in use are refreshed from the optimizer's float32 copies.
         """
         if not self._accumulated:
-            logprobs_R, _ = self.policy(self._pack(Batch.from_samples([]), None), False)
-            self._backward(logprobs_R.sum())
+            scores = self.policy(self._pack(Batch.from_samples([]), None), False)
+            self._backward(scores[0].sum())
         self._adamw.hold = True
         try:
             self._engine.optimizer.clip_grad = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from arctic_core.backends.packed import PackedEngine
+from arctic_core.backends.packed_scoring import PackedEngine
 from arctic_core.errors import ConfigError
 from arctic_core.models.scoring import ScoringModule
 
