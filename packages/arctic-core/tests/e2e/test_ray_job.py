@@ -5,8 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from arctic_core import Batch, NamedLoss, Sample, SamplingParams, create_arctic_rl_client
+from arctic_core import (
+    ArcticRLClient,
+    Batch,
+    DistillLossConfig,
+    GRPOLossConfig,
+    NamedLoss,
+    Sample,
+    SamplingParams,
+    SFTLossConfig,
+    create_arctic_rl_client,
+)
 from arctic_core.errors import InvalidStateError, UnsupportedOperation
+from arctic_core.losses.evaluate import evaluate_loss
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -31,6 +42,19 @@ def to_batch(prompts, groups) -> Batch:
                 )
             )
     return Batch.from_samples(rows)
+
+
+def check_two_ways(client: ArcticRLClient, batch: Batch) -> None:
+    """A loss by name and the same loss on the client give one gradient, over as many ranks as there are."""
+    teacher = client.forward(batch, temperature=2.0, topk=5)
+    batch = batch.replace(topk_ids=teacher.topk_ids, teacher_topk_logprobs=teacher.topk_logprobs)
+    for loss in (DistillLossConfig(), GRPOLossConfig(on_policy=True, entropy_coef=0.1), SFTLossConfig()):
+        client.forward_backward(batch, loss, temperature=0.8)
+        expected = client.step(lr=0.0).grad_norm
+        scores = client.forward(batch, entropy=True, given_topk=True, temperature=0.8)
+        client.backward(batch, **evaluate_loss(batch, scores, loss).gradients(), temperature=0.8)
+        assert client.step(lr=0.0).grad_norm == pytest.approx(expected, rel=1e-5)
+        assert expected > 1e-2
 
 
 @pytest.mark.parametrize(("zero_stage", "ranks", "tied"), [(0, 1, True), (3, 1, False), (0, 2, False), (3, 2, True)], ids=str)
@@ -63,6 +87,7 @@ def test_sampler_and_trainer_agree_at_every_step(ray_config, tiny_model, tiny_ti
             assert report.probe_max_abs_diff <= 1e-4
             assert not report.skipped
         assert client.sync_weights().skipped
+        check_two_ways(client, batch)
         with pytest.raises(InvalidStateError, match="no accumulated gradient"):
             client.step()
         with pytest.raises(UnsupportedOperation):
@@ -70,8 +95,6 @@ def test_sampler_and_trainer_agree_at_every_step(ray_config, tiny_model, tiny_ti
 
 
 def test_a_job_can_be_joined_and_left(ray_config, marked):
-    from arctic_core import ArcticRLClient
-
     with create_arctic_rl_client(ray_config()) as owner:
         other = create_arctic_rl_client(owner.reconnect_config())
         assert isinstance(other, ArcticRLClient)

@@ -23,10 +23,19 @@ from arctic_core.backends.packed import PackedTrainer
 from arctic_core.config import ArcticRLClientConfig
 from arctic_core.data import Batch, Sample
 from arctic_core.errors import EngineError
+from arctic_core.losses.base import prepare_loss
+from arctic_core.losses.named import count_divisor, find_loss
 from arctic_core.protocol import RESTORE_ALL, NamedLoss
 
+try:
+    from .loss_cases import CASES, bare_samples, full_batch, gradients_outside, needs
+except ImportError:  # as a program
+    from loss_cases import CASES, bare_samples, full_batch, gradients_outside, needs
+
 AUTHKEY = b"arctic tests"
-LOSS = NamedLoss(name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.01})
+LOSS = NamedLoss(
+    name="grpo", options={"kl_coef": 0.1, "entropy_coef": 0.01, "sequence_reduction": "sum"}, normalization="token"
+)
 DIVISOR = 17.0
 
 
@@ -212,6 +221,62 @@ def save_gradients(case: Case, rank: int, rendezvous: str | None, folder: str) -
             trainer.forward_backward(mine, LOSS, temperature=None)
             trainer.step(divisor=UNIT, lr=0.0, max_grad_norm=0.0)
             trainer.save(str(Path(folder) / str(number)))
+    finally:
+        trainer.stop()
+
+
+def whole_gradient(trainer: PackedTrainer) -> dict[str, np.ndarray]:
+    """The last normalised gradient, of a trainer that shows it (:data:`SHOW_GRADIENT`). All ranks take part."""
+    if trainer.implementation == "torch":
+        state, masters = trainer._optimizer.state, trainer._masters  # type: ignore[attr-defined]
+        return {name: state[master]["exp_avg"].numpy().copy() for name, master in masters.items()}
+    state = trainer._full_state()  # type: ignore[attr-defined]
+    return {name: state.read(name, "exp_avg").numpy().copy() for name in trainer._params}  # type: ignore[attr-defined]
+
+
+def relative(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Largest difference as a part of the largest entry."""
+    largest = max(np.abs(value).max() for value in expected.values())
+    return float(max(np.abs(actual[name] - value).max() for name, value in expected.items()) / largest)
+
+
+def two_ways(case: Case, rank: int, rendezvous: str | None, folder: str) -> dict[str, Any]:
+    """For every loss the gradient by its name, and how far that is from the gradient by way of the client.
+
+    The batch is cut into three micro-batches that are dealt out to the ranks, or left whole on the oracle. The policy's
+    log-probs, to which the batch's other fields are near, come from a file.
+    """
+    whole = full_batch(np.load(Path(folder) / "logprobs.npy"))
+    cut = CUTS[0 if case.engine == "torch" else 2]
+    mine = [whole.select(indices) for indices in cut[rank :: case.world_size]]
+    mine += [whole.select([])] * (-(-len(cut) // case.world_size) - len(mine))
+    found = {}
+    trainer = make_trainer(case.spec(rank, rendezvous), case.engine)
+    trainer.start()
+    try:
+        for name, loss in CASES.items():
+            divisor = count_divisor(whole, prepare_loss(find_loss(loss.name), loss))
+            trainer.forward_backward(mine, loss, temperature=None)
+            norm = trainer.step(divisor=divisor, lr=0.0, max_grad_norm=0.0).grad_norm
+            by_name = whole_gradient(trainer)
+            outcomes = [trainer.forward([part], temperature=None, **needs(loss)) for part in mine]
+            sent = [gradients_outside(part, outcome, loss, divisor) for part, outcome in zip(mine, outcomes, strict=True)]
+            columns = [None if column[0] is None else list(column) for column in zip(*sent, strict=True)]
+            trainer.backward(mine, *columns, temperature=None)
+            trainer.step(divisor=1.0, lr=0.0, max_grad_norm=0.0)
+            difference = relative(whole_gradient(trainer), by_name)
+            found[name] = {"norm": norm, "difference": difference, "gradient": by_name if rank == 0 else None}
+    finally:
+        trainer.stop()
+    return found
+
+
+def policy_logprobs(case: Case) -> np.ndarray:
+    """Log-probs of the samples of :mod:`loss_cases` under the model."""
+    trainer = make_trainer(case.spec(), case.engine)
+    trainer.start()
+    try:
+        return trainer.forward([Batch.from_samples(bare_samples())], entropy=False, temperature=None).logprobs_R
     finally:
         trainer.stop()
 

@@ -83,4 +83,5 @@ def gradients_outside(batch: Batch, outcome: ScoreOutcome | Scores, loss: NamedL
     """What the client sends back for a batch of a step whose gradient is divided by ``divisor``."""
     if isinstance(outcome, ScoreOutcome):
         outcome = Scores(*dataclasses.astuple(outcome))
-    return list(evaluate_loss(batch, outcome, loss).gradients(divisor).values())
+    given = evaluate_loss(batch, outcome, loss).gradients(divisor)
+    return [given["grad_logprobs"], given["grad_entropy"], given["grad_topk_logprobs"]]

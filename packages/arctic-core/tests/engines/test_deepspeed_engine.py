@@ -172,6 +172,41 @@ def test_no_cut_of_the_batch_changes_the_gradient(stage: int, model: str, tmp_pa
             assert_close(gradient, oracle, 1e-6)
 
 
+@pytest.fixture(scope="module")
+def losses(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The policy's log-probs in a folder, and the oracle's gradient of each loss on the whole batch."""
+    folder = tmp_path_factory.mktemp("losses")
+    case = Case(model, engine="torch", optimizer=worker.SHOW_GRADIENT)
+    np.save(folder / "logprobs.npy", worker.policy_logprobs(case))
+    return folder, worker.two_ways(case, 0, None, str(folder))
+
+
+def check_losses(found: list[dict[str, Any]], oracle: dict[str, Any]) -> None:
+    for name, expected in oracle.items():
+        for rank in found:
+            assert rank[name]["difference"] < 1e-6, name
+            assert rank[name]["norm"] == pytest.approx(expected["norm"], rel=1e-5), name
+        assert worker.relative(found[0][name]["gradient"], expected["gradient"]) < 3e-6, name
+
+
+@pytest.mark.parametrize("stage", [slow(0), 2, slow(3)])
+def test_the_two_ways_to_a_gradient_are_one(stage: int, model: str, losses: tuple[Path, dict[str, Any]]) -> None:
+    """Every built-in loss by name, and on the client between forward and backward; both equal the oracle's by name."""
+    folder, oracle = losses
+    assert all(result["difference"] < 1e-6 for result in oracle.values())
+    assert all(result["norm"] > 1e-2 for result in oracle.values())
+    case = Case(model, stage=stage, optimizer=worker.SHOW_GRADIENT)
+    check_losses([worker.two_ways(case, 0, None, str(folder))], oracle)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_two_ways_are_one_on_two_ranks(stage: int, model: str, losses: tuple[Path, dict[str, Any]], pair: Workers) -> None:
+    folder, oracle = losses
+    case = Case(model, stage=stage, world_size=2, optimizer=worker.SHOW_GRADIENT)
+    check_losses(pair.run("two_ways", case, folder), oracle)
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizer_offload_equals_the_oracle(stage: int, model: str, oracle: dict[str, Any], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -257,6 +258,35 @@ def test_a_loss_that_fails_like_a_refusal_drops_gradient_and_count(tiny_model: s
         assert await _norm(drive, batch(1)) == expected
 
     run(tiny_model, work, training_gpus=1)
+
+
+def test_a_loss_by_dotted_name_needs_the_operators_leave(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "losses_of_mine.py").write_text(
+        "from arctic_core.losses.base import LossOutput\n"
+        "def nll(inputs, config):\n"
+        "    return LossOutput(-inputs.logprobs_R[inputs.mask_R].sum(), {'seen': (1.0, 1.0)})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = p.ForwardBackward(batch=batch(0), loss=p.NamedLoss(name="losses_of_mine:nll"))
+
+    async def refused(drive: Driver) -> None:
+        with pytest.raises(ConfigError, match="does not import losses"):
+            await drive(mine)
+        assert "losses_of_mine" not in sys.modules
+
+    async def allowed(drive: Driver) -> None:
+        expected = await _norm(drive, batch(0))
+        assert (await drive(mine)).metrics["seen"].sum == 1.0
+        assert (await drive(p.Step(lr=0.0))).grad_norm == pytest.approx(expected, rel=1e-6)
+        await drive(mine)
+        await drive(p.ZeroGrad())
+        with pytest.raises(ConfigError, match="weight: unknown key"):
+            await drive(p.ForwardBackward(batch=batch(0), loss=p.NamedLoss(name="losses_of_mine:nll", options={"weight": 1})))
+
+    run(tiny_model, refused, training_gpus=1)
+    run(tiny_model, allowed, training_gpus=1, training={"allow_loss_import": True})
 
 
 def test_a_refused_batch_leaves_gradient_and_count(tiny_model: str) -> None:

@@ -70,7 +70,7 @@ class Job:
 
         async def run() -> None:
             for batch, result in zip(batches, found, strict=True):
-                await self.group.backward(batch, *result.gradients(divisor).values(), temperature=None)
+                await self.group.backward(batch, **result.gradients(divisor), temperature=None)
 
         asyncio.run(run())
         return self.taken()
@@ -165,13 +165,14 @@ def test_where_nothing_is_trained_nothing_moves(trainers: list[TorchTrainer], ba
         result = evaluate_loss(silent, job.forward(silent, loss), loss)
         assert result.loss == 0
         assert result.divisor == (loss.constant or 0)
-        assert not any(value.any() for value in result.gradients().values() if value is not None)
+        assert not any(value.any() for value in result.gradients().values() if isinstance(value, np.ndarray))
         assert not any(value.any() for value in by_name.values())
         assert not any(value.any() for value in job.by_hand([silent], loss).values())
 
 
-def test_an_empty_batch_adds_nothing(trainers: list[TorchTrainer]) -> None:
-    empty = Batch.from_samples([])
+@pytest.mark.parametrize("knows_k", [False, True])
+def test_an_empty_batch_adds_nothing(trainers: list[TorchTrainer], batch: Batch, knows_k: bool) -> None:
+    empty = batch.select([]) if knows_k else Batch.from_samples([])
     for loss in CASES.values():
         job = Job(trainers, 20)
         by_name, metrics = job.by_name([empty], loss)

@@ -29,6 +29,8 @@ COMPLETION = p.Completion(
     policy_version=7,
 )
 
+TOPK = BATCH.replace(topk_ids=np.arange(3 * BATCH.num_response_tokens).reshape(-1, 3))
+
 OPERATIONS: list[p.Operation] = [
     p.GetInfo(),
     p.Generate(
@@ -39,6 +41,8 @@ OPERATIONS: list[p.Operation] = [
         request_id="r",
     ),
     p.Forward(batch=BATCH, model="reference", entropy=True, temperature=0.7),
+    p.Forward(batch=BATCH, topk=5),
+    p.Forward(batch=TOPK, given_topk=True),
     p.ForwardBackward(
         batch=BATCH,
         loss=p.NamedLoss(
@@ -46,6 +50,7 @@ OPERATIONS: list[p.Operation] = [
         ),
     ),
     p.Backward(batch=BATCH, grad_logprobs=np.ones(2, np.float32), grad_entropy=np.zeros(2, np.float32)),
+    p.Backward(batch=TOPK, grad_logprobs=np.ones(2, np.float32), grad_topk_logprobs=np.ones((2, 3), np.float32)),
     p.Step(lr=1e-6, max_grad_norm=0.5),
     p.ZeroGrad(),
     p.SyncWeights(probe=(np.array([1, 2], np.int32),), force=True),
@@ -88,6 +93,12 @@ RESULTS: list[p.Result | p.ErrorInfo] = [
     p.Generated(completions=((COMPLETION,), ())),
     p.CompletionReady(prompt=0, index=1, completion=COMPLETION),
     p.Scores(logprobs=np.array([-1.0, np.nan], np.float32), entropy=None),
+    p.Scores(
+        logprobs=np.zeros(2, np.float32),
+        entropy=None,
+        topk_ids=np.arange(6, dtype=np.int32).reshape(2, 3),
+        topk_logprobs=np.full((2, 3), -np.inf, np.float32),
+    ),
     p.Gradients(metrics={"loss/pg": p.Metric(sum=float("nan"), count=3.0)}),
     p.Stepped(grad_norm=float("inf"), lr=0.1, step=1, policy_version=1),
     p.SyncReport(version=1, tensors=2, bytes=3, seconds=0.1, carrier="file", verified=("names",), probe_max_abs_diff=1e-7),
@@ -134,7 +145,7 @@ def test_every_result_crosses_the_wire(result: Any) -> None:
 
 
 def test_operation_names_are_pinned() -> None:
-    assert [operation.op() for operation in OPERATIONS] == [
+    assert list(dict.fromkeys(operation.op() for operation in OPERATIONS)) == [
         "info",
         "generate",
         "forward",
@@ -154,7 +165,7 @@ def test_operation_names_are_pinned() -> None:
         "export_hf",
         "shutdown",
     ]
-    assert [operation.op() for operation in OPERATIONS if not operation.mutates()] == ["info", "generate", "forward"]
+    assert {operation.op() for operation in OPERATIONS if not operation.mutates()} == {"info", "generate", "forward"}
 
 
 def tampered(sent: msgspec.Struct, change: Any) -> bytes:
@@ -256,7 +267,7 @@ def test_one_stop_string_is_not_a_sequence_of_letters() -> None:
     "fields",
     [
         {"normalization": "constant"},
-        {"constant": 3.0},
+        {"normalization": "token", "constant": 3.0},
         {"normalization": "constant", "constant": 0.0},
         {"normalization": "constant", "constant": float("nan")},
     ],

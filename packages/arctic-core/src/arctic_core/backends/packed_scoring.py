@@ -159,11 +159,12 @@ class PackedEngine(LogProb):
         scores = [module(inputs, entropy, topk) for inputs in self._pack_all(micro_batches, temperature, given_topk)]
         logprobs, entropies, topk_logprobs, topk_ids = zip(*scores, strict=True) if scores else [()] * 4
         wide = bool(topk or given_topk)
+        width = topk or next((batch.topk_ids.shape[1] for batch in micro_batches if batch.topk_ids is not None), 0)
         return ScoreOutcome(
             logprobs_R=_joined(logprobs, (0,)),
             entropy_R=_joined(entropies, (0,)) if entropy else None,
-            topk_ids_RK=_joined(topk_ids, (0, topk)).astype(np.int32) if wide else None,
-            topk_logprobs_RK=_joined(topk_logprobs, (0, topk)) if wide else None,
+            topk_ids_RK=_joined(topk_ids, (0, width)).astype(np.int32) if wide else None,
+            topk_logprobs_RK=_joined(topk_logprobs, (0, width)) if wide else None,
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -27,6 +27,14 @@ from arctic_core.losses.named import LossLike, NoOptions, count_divisor, find_lo
 from arctic_core.protocol import Metric, NamedLoss, Scores
 
 LossFunction = Callable[[LossInputs, Any], LossOutput]
+
+
+class LossGradients(TypedDict):
+    """Arguments of ``backward()``."""
+
+    grad_logprobs: np.ndarray
+    grad_entropy: np.ndarray | None
+    grad_topk_logprobs: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class LossEvaluation:
     """What the loss's normalisation divides this batch by: its trained tokens, its sequences with one, or the constant. 0
     where nothing is trained, and then every derivative is 0."""
 
-    def gradients(self, divisor: float | None = None) -> dict[str, np.ndarray | None]:
+    def gradients(self, divisor: float | None = None) -> LossGradients:
         """The derivatives as keyword arguments of ``backward()``, divided.
 
         Args:
@@ -58,9 +66,12 @@ class LossEvaluation:
         divisor = (self.divisor or 1.0) if divisor is None else divisor
         if not 0 < divisor < math.inf:
             raise DataError(f"cannot divide by {divisor}", where="divisor")
-        names = ("grad_logprobs", "grad_entropy", "grad_topk_logprobs")
-        given = {name: getattr(self, name) for name in names}
-        return {name: None if value is None else value / np.float32(divisor) for name, value in given.items()}
+        by = np.float32(divisor)
+        return LossGradients(
+            grad_logprobs=self.grad_logprobs / by,
+            grad_entropy=None if self.grad_entropy is None else self.grad_entropy / by,
+            grad_topk_logprobs=None if self.grad_topk_logprobs is None else self.grad_topk_logprobs / by,
+        )
 
 
 def evaluate_loss(batch: Batch, scores: Scores, loss: LossLike | LossDefinition | LossFunction) -> LossEvaluation:
