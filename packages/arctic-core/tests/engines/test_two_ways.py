@@ -10,9 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from arctic_core.backends.base import RankSpec
 from arctic_core.backends.group import TrainerGroup
+from arctic_core.backends.packed import weighted_sum
 from arctic_core.backends.rank import LocalRank
 from arctic_core.backends.torch_engine.trainer import TorchTrainer
 from arctic_core.config import ArcticRLClientConfig
@@ -247,3 +249,13 @@ def test_top_k_that_cannot_be_is_refused(trainers: list[TorchTrainer], batch: Ba
     with pytest.raises(DataError, match="token id 512"):
         asyncio.run(group.forward_backward(batch.replace(topk_ids=foreign), CASES["distill"], temperature=None))
     assert not group.accumulating
+
+
+def test_a_zero_weight_silences_a_token_that_cannot_be() -> None:
+    """A candidate of probability 0 has log-prob −inf; with weight 0 it reaches neither value nor gradient."""
+    values_RK = torch.tensor([[-np.inf, -2.0], [-1.0, -np.inf]], requires_grad=True)
+    total = weighted_sum(np.array([[0.0, 3.0], [0.5, 0.0]]), values_RK)
+    total.backward()
+    assert total.item() == -6.5
+    assert values_RK.grad is not None
+    assert values_RK.grad.tolist() == [[0.0, 3.0], [0.5, 0.0]]
