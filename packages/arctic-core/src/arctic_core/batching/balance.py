@@ -11,50 +11,28 @@ from collections.abc import Sequence
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Give every rank ⌊n/ranks⌋ or ⌈n/ranks⌉ items, of similar total cost.
+    """Give every rank ⌊n/ranks⌋ or ⌈n/ranks⌉ items, of similar total cost: the totals differ by at most the costliest item.
 
-    The better of two ways. *Rounds* deal items from costly to cheap, ``ranks`` at a time, the costliest of a round to the
-    rank that has least. A round widens the gap between two ranks to at most the range of its own costs (a missing item
-    costs 0), so the totals of any two ranks differ by at most the largest such range, hence by at most the costliest item.
-    *Lightest first* gives each item to the rank that has least among those that may have more; it has no such bound, but
-    mostly the smaller gap where costs are skewed, since a rank with a very costly item is left the cheapest ones.
+    Costliest first, each to the rank that has least among those that may have more (Graham's LPT rule with a limit on the
+    number). Why the bound holds, for ranks ``a`` and ``b``: say that ``a`` leads when it gets its item ``i + 1`` before ``b``
+    has its item ``i``. ``b`` may then have more too, so ``a`` has no more cost than ``b``. From the last such moment on (or
+    from the start), after the item that ``a`` gets first, every further item of ``a`` is preceded by one of ``b``, which
+    costs no less; so ``a`` ends ahead by at most that first item.
     """
-    order = sorted(range(len(costs)), key=lambda i: -costs[i])  # stable, here and below
-    return min(_rounds(order, costs, ranks), _lightest_first(order, costs, ranks), key=lambda way: way[0])[1]
-
-
-Dealt = tuple[float, list[list[int]]]
-"""The largest gap between the totals of two ranks, and the ranks' items."""
-
-
-def _rounds(order: list[int], costs: Sequence[float], ranks: int) -> Dealt:
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    totals = [0.0] * ranks
-    for start in range(0, len(order), ranks):
-        poorest = sorted(range(ranks), key=totals.__getitem__)
-        for item, rank in zip(order[start : start + ranks], poorest, strict=False):
-            shares[rank].append(item)
-            totals[rank] += costs[item]
-    return max(totals) - min(totals), shares
-
-
-def _lightest_first(order: list[int], costs: Sequence[float], ranks: int) -> Dealt:
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    full, extra = divmod(len(order), ranks)  # so many items each, and one more on so many ranks
-    totals = [0.0] * ranks
+    full, extra = divmod(len(costs), ranks)  # so many items each, and one more on so many ranks
     open_ranks = [(0.0, rank) for rank in range(ranks)]  # a heap: all equal, so already in order
-    for item in order:
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):  # stable, here and below
         while not extra and len(shares[open_ranks[0][1]]) == full:  # the extras went to others since
             heapq.heappop(open_ranks)
         total, rank = open_ranks[0]
         extra -= len(shares[rank]) == full
         shares[rank].append(item)
-        totals[rank] = total + costs[item]
         if len(shares[rank]) > full:
             heapq.heappop(open_ranks)
         else:
-            heapq.heapreplace(open_ranks, (totals[rank], rank))
-    return max(totals) - min(totals), shares
+            heapq.heapreplace(open_ranks, (total + costs[item], rank))
+    return shares
 
 
 def pack(tokens: Sequence[int], costs: Sequence[float], capacity: int, at_least: int, bins: list[list[int]]) -> list[list[int]]:
