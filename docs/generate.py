@@ -42,14 +42,21 @@ def config_tables(model: type[BaseModel], without: str | None = None) -> str:
 
 
 def walk(model: type[BaseModel], path: str) -> list[tuple[str, type[BaseModel]]]:
-    """The model and those inside it, depth first; members of a union carry their ``type`` in the path."""
+    """The model and those inside it, depth first; members of a union carry the key that tells them apart in the path."""
     found = [(path, model)]
     for name, field in model.model_fields.items():
         nested = models_in(field.annotation)
         for inner in nested:
-            tag = get_args(inner.model_fields["type"].annotation) if len(nested) > 1 else ()
-            found += walk(inner, f"{path}.{name}{f' (type: {tag[0]})' if tag else ''}".lstrip("."))
+            found += walk(inner, f"{path}.{name}{tag(inner, field) if len(nested) > 1 else ''}".lstrip("."))
     return found
+
+
+def tag(model: type[BaseModel], union: FieldInfo) -> str:
+    """What a member of a union says of itself, e.g. `` (name: rloo)``."""
+    key = union.discriminator
+    if not isinstance(key, str):
+        raise ValueError(f"{model.__name__} is one of several models that no key tells apart: give the union a discriminator")
+    return f" ({key}: {get_args(model.model_fields[key].annotation)[0]})"
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
