@@ -271,6 +271,76 @@ def two_ways(case: Case, rank: int, rendezvous: str | None, folder: str) -> dict
     return found
 
 
+def after_failures(case: Case, rank: int, rendezvous: str | None, folder: str) -> dict[str, Any]:
+    """A batch's gradient on its own, and again after each way in which an optimizer step can fail, with what was raised."""
+    whole = Batch.from_samples(samples())
+    mine = [whole.select(indices) for indices in CUTS[2][rank :: case.world_size]]
+    mine += [whole.select([])] * (-(-len(CUTS[2]) // case.world_size) - len(mine))
+    trainer = make_trainer(case.spec(rank, rendezvous), case.engine)
+    trainer.start()
+
+    def clean() -> dict[str, np.ndarray]:
+        trainer.forward_backward(mine, LOSS, temperature=None)
+        trainer.step(divisor=UNIT, lr=0.0, max_grad_norm=0.0)
+        return whole_gradient(trainer)
+
+    def weigh(size: float) -> None:
+        trainer.backward(mine, [np.full(b.num_response_tokens, size, np.float32) for b in mine], None, temperature=None)
+
+    def loss_is_not_finite() -> None:
+        last = mine[-1].replace(advantages=np.full(mine[-1].num_response_tokens, np.nan))  # of one rank, maybe
+        trainer.forward_backward([*mine[:-1], last if rank == 0 else mine[-1]], LOSS, temperature=None)
+
+    def gradient_is_not_finite() -> None:
+        weigh(3e36)
+        trainer.step(divisor=1e-4, lr=None, max_grad_norm=None)
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("no memory")
+
+    def forward_pass_breaks() -> None:
+        handle = trainer.module.model.get_submodule("model.norm").register_forward_hook(refuse)
+        try:
+            weigh(1.0)
+        finally:
+            handle.remove()
+            trainer.zero_grad()  # what the group does
+
+    def backward_pass_breaks() -> None:  # the last, as some engines are lost then
+        layer = trainer.module.model.get_input_embeddings()
+        handle = layer.register_forward_hook(lambda module, inputs, output: output.register_hook(refuse) and None)
+        try:
+            weigh(1.0)
+        except RuntimeError:
+            trainer.zero_grad()  # what the group does
+            raise
+        finally:
+            handle.remove()
+
+    def step_breaks() -> None:
+        weigh(1.0)
+        apply, trainer._apply = trainer._apply, lambda *args: 1 / 0
+        try:
+            trainer.step(divisor=1.0, lr=None, max_grad_norm=None)
+        finally:
+            trainer._apply = apply
+            trainer.zero_grad()  # what the group does
+
+    try:
+        found: dict[str, Any] = {"expected": clean()}
+        for fail in (loss_is_not_finite, gradient_is_not_finite, forward_pass_breaks, step_breaks, backward_pass_breaks):
+            weigh(1.0)
+            raised = ""
+            try:
+                fail()
+            except (EngineError, RuntimeError, ZeroDivisionError) as error:
+                raised = str(error)
+            found[fail.__name__] = raised, None if "cannot go on" in raised else clean()
+    finally:
+        trainer.stop()
+    return found
+
+
 def policy_logprobs(case: Case) -> np.ndarray:
     """Log-probs of the samples of :mod:`loss_cases` under the model."""
     trainer = make_trainer(case.spec(), case.engine)

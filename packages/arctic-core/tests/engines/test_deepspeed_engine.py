@@ -207,6 +207,32 @@ def test_the_two_ways_are_one_on_two_ranks(stage: int, model: str, losses: tuple
     check_losses(pair.run("two_ways", case, folder), oracle)
 
 
+def check_failures(found: dict[str, Any], stage: int) -> None:
+    """Nothing of a failed step is left, or the engine says that it is lost: DeepSpeed's buckets of gradients may hold some."""
+    expected = found.pop("expected")
+    assert max(np.abs(value).max() for value in expected.values()) > 1e-3
+    for name, (raised, gradient) in found.items():
+        assert raised, name
+        assert (gradient is None) == (stage > 0 and name == "backward_pass_breaks"), name
+        if gradient is not None:
+            assert_close(gradient, expected, 0.0)
+
+
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2, slow(3)])
+def test_a_step_after_a_failed_one_knows_nothing_of_it(stage: int, model: str, tmp_path: Path) -> None:
+    check_failures(
+        worker.after_failures(Case(model, stage=stage, optimizer=worker.SHOW_GRADIENT), 0, None, str(tmp_path)), stage
+    )
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_same_on_two_ranks(stage: int, model: str, tmp_path: Path, pair: Workers) -> None:
+    case = Case(model, stage=stage, world_size=2, optimizer=worker.SHOW_GRADIENT)
+    for found in pair.run("after_failures", case, tmp_path):
+        check_failures(found, stage)
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizer_offload_equals_the_oracle(stage: int, model: str, oracle: dict[str, Any], tmp_path: Path) -> None:

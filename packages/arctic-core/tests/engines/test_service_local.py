@@ -17,6 +17,7 @@ import pytest
 from arctic_core import protocol as p
 from arctic_core.backends.base import EngineDefinition
 from arctic_core.backends.rank import LocalRank, Rank
+from arctic_core.backends.torch_engine.trainer import TorchTrainer
 from arctic_core.config import ArcticRLClientConfig
 from arctic_core.config.losses import SFTLossConfig
 from arctic_core.data import Batch, Sample
@@ -255,6 +256,24 @@ def test_a_loss_that_fails_like_a_refusal_drops_gradient_and_count(tiny_model: s
         await drive(p.ForwardBackward(batch=batch(0), loss=SFT))
         with pytest.raises(PluginError, match="not these tokens"):
             await drive(p.ForwardBackward(batch=batch(0), loss=p.NamedLoss(name="odd")))
+        assert await _norm(drive, batch(1)) == expected
+
+    run(tiny_model, work, training_gpus=1)
+
+
+def test_a_step_that_fails_leaves_no_gradient_to_the_next(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> float:
+        raise RuntimeError("no memory")
+
+    async def work(drive: Driver) -> None:
+        expected = await _norm(drive, batch(1))
+        await drive(p.ForwardBackward(batch=batch(0), loss=SFT))
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchTrainer, "_apply", fail)
+            with pytest.raises(EngineError, match="step failed: RuntimeError: no memory"):
+                await drive(p.Step(lr=0.0))
+        with pytest.raises(InvalidStateError, match="no accumulated gradient"):
+            await drive(p.Step(lr=0.0))
         assert await _norm(drive, batch(1)) == expected
 
     run(tiny_model, work, training_gpus=1)

@@ -251,6 +251,10 @@ def test_missing_fields_and_bad_options_are_named(start: Callable) -> None:
         (LossDefinition("odd", SFTLossConfig, lambda inputs, c: LossOutput(inputs.logprobs_R)), r"shape \(54,\)"),
         (LossDefinition("odd", SFTLossConfig, lambda inputs, c: LossOutput(torch.zeros(()))), "requires_grad=False"),
         (LossDefinition("odd", SFTLossConfig, sft_loss, requires=("rewards",)), "'rewards'"),
+        (LossDefinition("odd", SFTLossConfig, lambda inputs, c: inputs.logprobs_R.sum()), "returned a Tensor"),
+        (LossDefinition("odd", SFTLossConfig, lambda inputs, c: LossOutput(3.0)), "LossOutput of a float"),
+        (LossDefinition("odd", SFTLossConfig, lambda inputs, c: LossOutput(inputs.logprobs_R.sum(), {"a": 1.0})), "no pairs"),
+        (LossDefinition("odd", SFTLossConfig, lambda inputs, c: {}["key"]), "raised KeyError: 'key'"),
     ],
 )
 def test_a_plugins_loss_that_breaks_the_contract_is_named(

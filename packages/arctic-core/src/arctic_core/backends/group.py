@@ -217,8 +217,13 @@ class TrainerGroup(LogProbGroup):
         """Divide once, clip, update, zero."""
         divisor = self._divisor.value()
         self._divisor = Divisor()
-        outcomes = await self.everywhere("step", divisor=divisor, lr=lr, max_grad_norm=max_grad_norm)
-        return outcomes[0]
+        try:
+            return (await self.everywhere("step", divisor=divisor, lr=lr, max_grad_norm=max_grad_norm))[0]
+        except (EngineDiedError, DeadlineExceeded):  # the ranks are lost
+            raise
+        except ArcticError:  # whatever it was, the gradient must not be part of the next step
+            await self.zero_grad()
+            raise
 
     async def zero_grad(self) -> None:
         """Drop the accumulated gradient and its count."""

@@ -24,6 +24,7 @@ from arctic_core.backends.base import ScoreOutcome, StepOutcome, Trainer
 from arctic_core.backends.packed_scoring import PackedEngine
 from arctic_core.data import Batch
 from arctic_core.errors import (
+    ArcticError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -32,8 +33,8 @@ from arctic_core.errors import (
     NonFiniteError,
     PluginError,
 )
-from arctic_core.losses.base import PreparedLoss, prepare_loss
-from arctic_core.losses.inputs import check_loss_batch, checked_scalar, loss_inputs
+from arctic_core.losses.base import LossInputs, LossOutput, PreparedLoss, prepare_loss
+from arctic_core.losses.inputs import check_loss_batch, checked_output, loss_inputs
 from arctic_core.losses.named import find_loss
 from arctic_core.models.export import host_bytes, write_hf_folder
 from arctic_core.models.factory import CheckpointManifest, checkpoint_tensors, manifest_of, resolve_model
@@ -161,11 +162,10 @@ class PackedTrainer(PackedEngine, Trainer):
         metrics: dict[str, Metric] = {}
 
         def compute(batch: Batch, scores: Scores) -> torch.Tensor:
-            output = prepared.compute(loss_inputs(batch, prepared, *scores[:3]))
-            for name, (total, count) in output.metrics.items():
-                metric = Metric(sum=float(total), count=float(count))
+            scalar, found = checked_output(_run(prepared, loss_inputs(batch, prepared, *scores[:3])), loss.name)
+            for name, metric in found.items():
                 metrics[name] = metrics[name] + metric if name in metrics else metric
-            return checked_scalar(output.loss, loss.name)
+            return scalar
 
         self._accumulate(micro_batches, compute, prepared.needs_entropy, prepared.needs_topk, temperature)
         return metrics
@@ -215,8 +215,8 @@ class PackedTrainer(PackedEngine, Trainer):
                 raise problem or EngineError(
                     f"another rank failed at micro-batch {i}", where=self.where, remedy="the accumulated gradient was dropped"
                 )
+            self._accumulated = True  # a part of it, even where the backward pass fails
             self._backward(scalar)
-            self._accumulated = True
 
     def _attempt(self, compute: Callable[[], torch.Tensor], index: int) -> tuple[torch.Tensor | None, Exception | None]:
         """A loss, or why there is none; ranks agree on what to do before anything is raised."""
@@ -226,7 +226,7 @@ class PackedTrainer(PackedEngine, Trainer):
             return None, PluginError(
                 f"the loss failed at micro-batch {index}: {error.message}", where=error.where or self.where, remedy=error.remedy
             )
-        except Exception as error:  # a stranger's loss may raise anything
+        except Exception as error:
             return None, error
         if math.isfinite(scalar.item()):
             return scalar, None
@@ -332,6 +332,16 @@ class PackedTrainer(PackedEngine, Trainer):
         if different:
             raise CheckpointError(f"it is of another model: {', '.join(different[:5])} differ", where=str(folder))
         return state
+
+
+def _run(prepared: PreparedLoss, inputs: LossInputs) -> LossOutput:
+    try:
+        return prepared.compute(inputs)
+    except ArcticError:
+        raise
+    except Exception as error:  # a stranger's loss may raise anything
+        name = prepared.definition.name
+        raise PluginError(f"raised {type(error).__name__}: {error}", where=f"loss {name!r}") from error
 
 
 def weighted_sum(weights: np.ndarray, values: torch.Tensor) -> torch.Tensor:

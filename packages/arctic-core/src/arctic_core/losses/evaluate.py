@@ -22,7 +22,7 @@ from arctic_core.config.base import ConfigModel
 from arctic_core.data import Batch
 from arctic_core.errors import DataError, NonFiniteError
 from arctic_core.losses.base import LossDefinition, LossInputs, LossOutput, PreparedLoss, prepare_loss
-from arctic_core.losses.inputs import check_loss_batch, checked_scalar, loss_inputs
+from arctic_core.losses.inputs import check_loss_batch, checked_output, loss_inputs
 from arctic_core.losses.named import LossLike, NoOptions, count_divisor, find_loss, named_loss
 from arctic_core.protocol import Metric, NamedLoss, Scores
 
@@ -104,7 +104,7 @@ def evaluate_loss(batch: Batch, scores: Scores, loss: LossLike | LossDefinition 
     check_loss_batch(batch, prepared)
     leaves = _leaves(batch, scores, prepared)
     output = prepared.compute(loss_inputs(batch, prepared, *leaves))
-    scalar = checked_scalar(output.loss, prepared.definition.name)
+    scalar, metrics = checked_output(output, prepared.definition.name)
     if not math.isfinite(scalar.item()):
         raise NonFiniteError(
             f"the loss is {scalar.item()}",
@@ -117,7 +117,7 @@ def evaluate_loss(batch: Batch, scores: Scores, loss: LossLike | LossDefinition 
     assert grad_logprobs is not None
     return LossEvaluation(
         loss=scalar.item(),
-        metrics={name: Metric(sum=float(total), count=float(count)) for name, (total, count) in output.metrics.items()},
+        metrics=metrics,
         grad_logprobs=grad_logprobs,
         grad_entropy=grad_entropy,
         grad_topk_logprobs=grad_topk,

@@ -10,7 +10,8 @@ import torch
 
 from arctic_core.data import TOKEN_FIELDS, TOPK_FIELDS, Batch
 from arctic_core.errors import DataError, PluginError
-from arctic_core.losses.base import LossInputs, PreparedLoss
+from arctic_core.losses.base import LossInputs, LossOutput, PreparedLoss
+from arctic_core.protocol import Metric
 
 
 def check_loss_batch(batch: Batch, prepared: PreparedLoss) -> None:
@@ -53,12 +54,23 @@ def loss_inputs(
     )
 
 
-def checked_scalar(loss: torch.Tensor, name: str) -> torch.Tensor:
-    """The loss, or :class:`PluginError` where a loss breaks its contract."""
+def checked_output(output: object, name: str) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The scalar and the metrics that a loss returned, or :class:`PluginError` where it breaks its contract."""
+    where = f"loss {name!r}"
+    if not isinstance(output, LossOutput) or not isinstance(output.loss, torch.Tensor):
+        found = f"LossOutput of a {type(output.loss).__name__}" if isinstance(output, LossOutput) else type(output).__name__
+        raise PluginError(f"returned a {found}", where=where, remedy="return LossOutput(scalar tensor, metrics)")
+    loss = output.loss
     if loss.ndim != 0 or not loss.requires_grad:
         raise PluginError(
             f"returned shape {tuple(loss.shape)} (requires_grad={loss.requires_grad})",
-            where=f"loss {name!r}",
+            where=where,
             remedy="a loss is a scalar computed from the policy's log-probs or entropies, even where nothing is trained",
         )
-    return loss
+    try:
+        pairs = {key: (float(total), float(count)) for key, (total, count) in output.metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise PluginError(
+            f"its metrics are no pairs of numbers: {error}", where=where, remedy='return e.g. {"ratio": (sum, count)}'
+        ) from error
+    return loss, {key: Metric(sum=total, count=count) for key, (total, count) in pairs.items()}

@@ -23,7 +23,7 @@ from arctic_core.backends.deepspeed_engine.state import (
 )
 from arctic_core.backends.packed import PackedTrainer
 from arctic_core.data import Batch
-from arctic_core.errors import CheckpointError
+from arctic_core.errors import CheckpointError, EngineDiedError
 from arctic_core.models.scoring import ScoringModule
 
 _OPTIMIZER_FILE = "optimizer.json"
@@ -80,7 +80,16 @@ class DeepSpeedTrainer(DeepSpeedRank, PackedTrainer):
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def _backward(self, scalar: torch.Tensor) -> None:
-        self._engine.backward(scalar)
+        try:
+            self._engine.backward(scalar)
+        except Exception as error:  # memory most of all
+            if self.spec.config.training.zero_stage == 0:
+                raise
+            # A part of the gradient waits in DeepSpeed's buckets, out of reach: it would be refused, or counted, later.
+            raise EngineDiedError(
+                f"the backward pass failed inside DeepSpeed, which cannot go on from there: {type(error).__name__}: {error}",
+                where=self.where,
+            ) from error
 
     def _apply(self, divisor: float, lr: float, max_grad_norm: float) -> float:
         # DeepSpeed measures and clips the average over ranks, our optimizer then multiplies by `scale`.
