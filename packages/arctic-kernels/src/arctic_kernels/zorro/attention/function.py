@@ -1,0 +1,241 @@
+"""Attention on a packed forest: what a sample's tokens would see, with shared tokens computed once.
+
+Two plans. *Split*: all nodes attend causally to themselves in one call on the packed buffer, then the nodes of a level attend
+to the nodes of each level above, without a mask, on views; the parts are merged by log-sum-exp, and the merged output and
+log-sum-exp serve the backward pass of each part. *Gather*: keys and values of a node's path are copied beside its own, and one
+causal call does the rest. Copies cost memory traffic in proportion to the shared tokens, parts in proportion to the queries.
+A sliding window takes the second plan, with a path no longer than the window.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from arctic_kernels.zorro.attention import flex
+from arctic_kernels.zorro.attention.choice import choose_backend, kernel
+from arctic_kernels.zorro.attention.kernels import Call, Kernel
+from arctic_kernels.zorro.attention.merge import add_sinks_, merge_, sum_copies
+from arctic_kernels.zorro.errors import ZorroError
+from arctic_kernels.zorro.forest import PackedForest, WindowPart
+
+__all__ = ["Plan", "choose_plan", "forest_attention"]
+
+Plan = Literal["auto", "split", "gather"]
+
+
+def forest_attention(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    forest: PackedForest,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    deterministic: bool = False,
+    plan: Plan = "auto",
+) -> torch.Tensor:
+    """Causal attention of every token to its path in the forest; differentiable once in ``q``, ``k``, ``v`` and the sinks.
+
+    Args:
+        q_THD: Queries of the packed tokens, ``[T, H, D]``.
+        k_THD: Keys, ``[T, K, D]``; ``K`` divides ``H``.
+        v_THD: Values, ``[T, K, D]``.
+        forest: Says which tokens a token sees.
+        scale: Multiplies the scores; ``D ** -0.5`` unless given.
+        backend: One of ``eager``, ``sdpa``, ``flex``, ``flash``, ``fa4``, or ``auto`` (see :func:`choose_backend`).
+        window: How many tokens a token sees at most, itself included.
+        softcap: Bounds the scores smoothly.
+        sinks_H: Score of one more key of value 0, per head.
+        deterministic: Equal inputs give equal bits, gradients included.
+        plan: ``split`` or ``gather`` (see the module); ``auto`` takes what moves less memory.
+
+    Raises:
+        ZorroError: Shapes or types do not fit together.
+        UnsupportedAttentionError: The backend cannot do this.
+    """
+    _check(q_THD, k_THD, v_THD, sinks_H, forest, window)
+    name = choose_backend(
+        q_THD, backend, window=window, softcap=softcap, sinks=sinks_H is not None, deterministic=deterministic
+    ).backend
+    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    if name == "flex":
+        return flex.attention(q_THD, k_THD, v_THD, forest, scale, window, softcap, sinks_H)
+    if plan == "auto":
+        plan = choose_plan(forest, q_THD.shape[1], k_THD.shape[1]) if q_THD.is_cuda else "split"
+    options = _Options(kernel(name), scale, window, softcap, deterministic, window is not None or plan == "gather")
+    return _ForestAttention.apply(q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), sinks_H, forest, options)
+
+
+def choose_plan(forest: PackedForest, heads: int, kv_heads: int) -> Literal["split", "gather"]:
+    """The plan that moves fewer bytes, forward and backward; where copies would triple keys and values it is ``split``.
+
+    Passes over memory, in units of one 16-bit element: a part costs 13 per query element (merge 3, statistics 2, a float32
+    gradient zeroed and read 4, rounded and added 4), a copy 10 per element of keys and of values (copied twice 4, a float32
+    gradient zeroed and read 4, rounded and summed 2).
+    """
+    structure = forest.structure
+    copies = int(structure.starts_N.sum())
+    queries = sum(part.q_stop - part.q_start for part in forest.ancestors)
+    cheaper = 20 * copies * kv_heads < 13 * queries * heads
+    return "gather" if cheaper and copies <= 2 * forest.num_tokens else "split"
+
+
+@dataclass(frozen=True)
+class _Options:
+    kernel: Kernel
+    scale: float
+    window: int | None
+    softcap: float | None
+    deterministic: bool
+    gather: bool
+
+    def call(self, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, causal: bool) -> Call:
+        window = self.window if causal and self.gather else None
+        return Call(cu_q, cu_k, max_q, max_k, causal, self.scale, window, self.softcap, self.deterministic)
+
+
+class _ForestAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        forest: PackedForest,
+        options: _Options,
+    ) -> torch.Tensor:
+        out, lse = (_gather_forward if options.gather else _split_forward)(q, k, v, forest, options)
+        if sinks is not None:
+            add_sinks_(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.forest, ctx.options = forest, options
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        dout = dout.contiguous()
+        backward = _gather_backward if ctx.options.gather else _split_backward
+        dq, dk, dv = backward(dout, q, k, v, out, lse, ctx.forest, ctx.options)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            delta_HT = (dout.to(lse.dtype) * out).sum(-1).mT
+            dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta_HT).sum(1).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None
+
+
+def _split_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forest: PackedForest, options: _Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = options.kernel.forward(q, k, v, _own_call(forest, options))
+    for (start, stop), parts in itertools.groupby(forest.ancestors, key=lambda part: (part.q_start, part.q_stop)):
+        results = []
+        for part in parts:
+            keys = slice(part.k_start, part.k_stop)
+            call = options.call(part.cu_q, part.cu_k, part.max_q, part.max_k, causal=False)
+            results.append(options.kernel.forward(q[start:stop], k[keys], v[keys], call))
+        merge_(out[start:stop], lse[:, start:stop], results)
+    return out, lse
+
+
+def _split_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    forest: PackedForest,
+    options: _Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = options.kernel.backward(dout, q, k, v, out, lse, _own_call(forest, options))
+    for part in forest.ancestors:
+        rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
+        call = options.call(part.cu_q, part.cu_k, part.max_q, part.max_k, causal=False)
+        dq_part, dk_part, dv_part = options.kernel.backward(
+            dout[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows], call
+        )
+        if part.queried_k is not None:
+            dk_part, dv_part = (torch.where(part.queried_k[:, None, None], x, 0) for x in (dk_part, dv_part))
+        dq[rows].add_(dq_part)
+        dk[keys].add_(dk_part)
+        dv[keys].add_(dv_part)
+    return dq, dk, dv
+
+
+def _own_call(forest: PackedForest, options: _Options) -> Call:
+    """Every node to itself."""
+    return options.call(forest.cu_nodes, forest.cu_nodes, forest.max_node, forest.max_node, causal=True)
+
+
+def _gather_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forest: PackedForest, options: _Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    part = _path(forest, options)
+    call = options.call(part.cu_q, part.cu_k, part.max_q, part.max_k, causal=True)
+    return options.kernel.forward(q, k[part.gather_G], v[part.gather_G], call)
+
+
+def _gather_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    forest: PackedForest,
+    options: _Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    part = _path(forest, options)
+    call = options.call(part.cu_q, part.cu_k, part.max_q, part.max_k, causal=True)
+    copies = k[part.gather_G], v[part.gather_G]
+    dq, dk, dv = options.kernel.backward(dout, q, *copies, out, lse, call)
+    order, starts = _copies_of_rows(part, len(q))
+    return dq, sum_copies(dk, part.gather_G, order, starts), sum_copies(dv, part.gather_G, order, starts)
+
+
+def _path(forest: PackedForest, options: _Options) -> WindowPart:
+    return forest.window(forest.naive_tokens + 1 if options.window is None else options.window)
+
+
+_COPIES: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _copies_of_rows(part: WindowPart, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order of the copies by row, and where each row's copies begin; computed once for a forest, without a host sync."""
+    key = id(part.gather_G)
+    if key not in _COPIES:
+        rows, order = torch.sort(part.gather_G, stable=True)
+        starts = torch.searchsorted(rows, torch.arange(tokens + 1, device=rows.device))
+        _COPIES[key] = order, starts
+        weakref.finalize(part.gather_G, _COPIES.pop, key, None)
+    return _COPIES[key]
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, forest: PackedForest, window: int | None
+) -> None:
+    shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}"
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[1] % k.shape[1]:
+        raise ZorroError(f"{shapes}: give [T, H, D], [T, K, D] and [T, K, D], where K divides H")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ZorroError(f"{shapes} on {q.device}, {k.device}, {v.device}: types and devices must agree")
+    if len(q) != forest.num_tokens or q.device != forest.token_ids.device:
+        raise ZorroError(
+            f"{shapes} on {q.device} do not fit a forest of {forest.num_tokens} tokens on {forest.token_ids.device}"
+        )
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ZorroError(f"sinks_H has shape {tuple(sinks.shape)}: one number per query head is needed, {q.shape[1]}")
+    if window is not None and window < 1:
+        raise ZorroError(f"window is {window}: a token sees at least itself")
