@@ -38,7 +38,7 @@ def check_model(model: nn.Module) -> None:
     for module in find_layers(model).attentions:
         if layer_type(module) == "sliding_attention" and getattr(module, "sliding_window", None) is None:
             raise UnsupportedLayerError(
-                f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})",
+                _name(module),
                 "it is a sliding-window layer that does not say how long its window is",
             )
 
@@ -72,7 +72,7 @@ def use_forest(model: nn.Module, forest: PackedForest, backend: str = "auto") ->
         yield
 
 
-def forest_attention_forward(
+def forest_attention_forward(  # noqa: PLR0917 - the signature is transformers'
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -106,7 +106,13 @@ def forest_attention_forward(
     from arctic_kernels.zorro.attention import forest_attention
 
     forest = kwargs.get(FOREST)
-    _check_call(module, forest, attention_mask, dropout, sliding_window, kwargs)
+    if forest is None:
+        raise UnsupportedLayerError(_name(module), "the model does not pass the keyword argument `forest` on to it")
+    if attention_mask is not None:
+        raise UnsupportedLayerError(_name(module), "it was given an attention mask, which its model builds by itself")
+    if dropout:
+        raise UnsupportedLayerError(_name(module), f"it drops attention weights (p = {dropout})", "set attention_dropout to 0")
+    _check_layer(module, sliding_window, kwargs)
     if query.shape[0] != 1 or query.shape[2] != forest.num_tokens:
         raise ZorroError(
             f"queries are [batch, heads, T, dim] = {tuple(query.shape)}; this forest is [1, ., {forest.num_tokens}, .]"
@@ -128,23 +134,15 @@ def forest_attention_forward(
 AttentionInterface.register(FOREST_ATTENTION, forest_attention_forward)
 
 
-def _check_call(
-    module: nn.Module,
-    forest: PackedForest | None,
-    attention_mask: torch.Tensor | None,
-    dropout: float,
-    window: int | None,
-    kwargs: dict[str, Any],
-) -> None:
-    name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
-    if forest is None:
-        raise UnsupportedLayerError(name, "the model does not pass the keyword argument `forest` on to it")
-    if attention_mask is not None:
-        raise UnsupportedLayerError(name, "it was given an attention mask, which its model builds by itself")
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+
+
+def _check_layer(module: nn.Module, window: int | None, kwargs: dict[str, Any]) -> None:
+    """Refuse what no mask and no argument tells the backends about."""
+    name = _name(module)
     if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
         raise UnsupportedLayerError(name, "its attention is bidirectional")
-    if dropout:
-        raise UnsupportedLayerError(name, f"it drops attention weights (p = {dropout})", "set attention_dropout to 0")
     for argument in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(argument) is not None:
             raise UnsupportedLayerError(name, f"it passes {argument!r}, which changes the scores")

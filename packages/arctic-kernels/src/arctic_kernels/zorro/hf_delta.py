@@ -1,12 +1,12 @@
 """Gated DeltaNet layers on a packed forest: every node starts from the states in which its parent ends.
 
 Two states run along a sequence: the last K - 1 inputs of the causal convolution (kernel size K), and the matrix
-``S`` [key dim, value dim] of each head in ``S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T``. All projections,
-the gated norm and the rule itself are the layer's own. The convolution runs over the packed tokens at once; only the first
+``S`` [key dim, value dim] of each head in ``S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T``. All
+projections, the gated norm and the rule itself are the layer's own. The convolution runs over the packed tokens at once; only the first
 K - 1 tokens of a node are done again, with the tokens of their path. The rule runs level by level: nodes of one level are a
 batch (padded in groups of like length, or as variable lengths if the layer's kernel takes ``cu_seqlens``) whose initial states
-are gathered from the level above. Padding has ``beta = g = 0`` and ``k = 0``, which leaves a state as it is, so states at the end
-of nodes are exact for any length.
+are gathered from the level above. Padding has ``beta = g = 0`` and ``k = 0``, which leaves a state as it is, so states at the
+end of nodes are exact for any length.
 
 Suffix legend: T packed tokens, C convolution channels, F tokens near the start of a node, K kernel size, H value heads,
 N nodes of a level, L padded length, D head dim.
@@ -163,14 +163,13 @@ def _convolve(layer: Any, mixed_TC: torch.Tensor, plan: DeltaPlan) -> torch.Tens
     bias_C = None if convolutions[0].bias is None else torch.cat([x.bias for x in convolutions])
     kernel = weight_C1K.shape[-1]
     inputs_TC = mixed_TC.to(weight_C1K.dtype)
-    packed = functional.conv1d(
-        functional.pad(inputs_TC.t().unsqueeze(0), (kernel - 1, 0)), weight_C1K, bias_C, groups=len(weight_C1K)
-    )
+    shifted_1CT = functional.pad(inputs_TC.t().unsqueeze(0), (kernel - 1, 0))
+    packed_1CT = functional.conv1d(shifted_1CT, weight_C1K, bias_C, groups=len(weight_C1K))
     windows_FKC = inputs_TC[plan.sources_FK] * plan.exists_FK.unsqueeze(-1)
     near_FC = (windows_FKC * weight_C1K[:, 0].t()).sum(dim=1)
     if bias_C is not None:
         near_FC = near_FC + bias_C
-    out_TC = packed[0].t().index_copy(0, plan.near_F, near_FC)
+    out_TC = packed_1CT[0].t().index_copy(0, plan.near_F, near_FC)
     return _activation(layer, convolutions[0])(out_TC).to(mixed_TC.dtype)
 
 

@@ -1,0 +1,160 @@
+"""Tiny random models of many families, samples with shared prefixes, and scores computed packed and sample by sample.
+
+For tests and for trying a model of one's own: :func:`score_naive` is the definition that packed results must equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from arctic_kernels.zorro.hf import use_forest
+
+if TYPE_CHECKING:
+    from arctic_kernels.zorro.forest import PackedForest
+
+VOCABULARY = 61
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_SLIDING: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, **_SLIDING}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "gemma": ("Gemma", {}),
+    "gemma2": (
+        "Gemma2",
+        {**_SLIDING, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3": ("Gemma3", {**_SLIDING, "query_pre_attn_scalar": 8}),
+    "phi": ("Phi", {}),
+    "phi3": ("Phi3", {"sliding_window": 7}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {**_SLIDING}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_SLIDING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "granite": ("Granite", {"logits_scaling": 2.0}),
+    "cohere2": ("Cohere2", {**_SLIDING}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
+    "glm4": ("Glm4", {}),
+    "smollm3": ("SmolLM3", {}),
+    "qwen3_next": ("Qwen3Next", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3_5": ("Qwen3_5", _DELTA),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "olmo_hybrid": ("OlmoHybrid", {**_DELTA, "linear_num_key_heads": 4}),
+}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of the response tokens, in the order of the samples.
+
+    Attributes:
+        hidden: For each sample, hidden states [length, hidden] after the last layer.
+        logprobs_R: Natural log-probabilities.
+        entropy_R: In nats.
+    """
+
+    hidden: list[torch.Tensor]
+    logprobs_R: torch.Tensor
+    entropy_R: torch.Tensor
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> nn.Module:
+    """A random causal model of two or three layers.
+
+    Raises:
+        LookupError: The installed transformers has no such model.
+    """
+    import transformers
+
+    prefix, options = FAMILIES[family]
+    names = [f"{prefix}TextConfig", f"{prefix}Config"]
+    config_class = next((getattr(transformers, x) for x in names if hasattr(transformers, x)), None)
+    model_class = getattr(transformers, f"{prefix}ForCausalLM", None)
+    if config_class is None or model_class is None:
+        raise LookupError(f"the installed transformers has no {prefix}ForCausalLM")
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**_BASE, **options, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norms, biases and sinks start as constants, which would hide an exchanged or forgotten one.
+            parameter.add_(0.1 * torch.randn_like(parameter) if parameter.ndim > 1 else 0.2 * torch.rand_like(parameter))
+            if "embed" in name:
+                parameter.mul_(2.0)
+    return model.to(dtype).train()
+
+
+def score_packed(model: nn.Module, forest: PackedForest, backend: str = "auto") -> Scores:
+    """One forward pass of the packed forest."""
+    with use_forest(model, forest, backend):
+        hidden_TD, logits_TV = _forward(model, forest.token_ids, forest.position_ids)
+    rows_R = forest.rows_P[forest.row_of_R]
+    logprobs_R, entropy_R = _score(logits_TV[rows_R], forest.labels_R)
+    samples = len(forest.cu_responses) - 1
+    return Scores([hidden_TD[torch.as_tensor(forest.sample_rows(b))] for b in range(samples)], logprobs_R, entropy_R)
+
+
+def score_naive(model: nn.Module, token_ids: Sequence[torch.Tensor], prompt_lengths: Sequence[int]) -> Scores:
+    """Each sample alone, with the model's own attention."""
+    hidden, scores = [], []
+    for tokens, prompt in zip(token_ids, prompt_lengths, strict=True):
+        states_TD, logits_TV = _forward(model, tokens.unsqueeze(0), torch.arange(len(tokens)).unsqueeze(0))
+        hidden.append(states_TD)
+        scores.append(_score(logits_TV[prompt - 1 : -1], tokens[prompt:]))
+    return Scores(hidden, torch.cat([x for x, _ in scores]), torch.cat([x for _, x in scores]))
+
+
+def gradients(model: nn.Module, score: Callable[[], Scores], seed: int = 0) -> tuple[Scores, dict[str, torch.Tensor]]:
+    """Scores, and gradients of a random combination of log-probabilities and entropies with respect to every parameter."""
+    model.zero_grad(set_to_none=True)
+    scores = score()
+    g = torch.Generator().manual_seed(seed)
+    weights_2R = torch.randn(2, len(scores.logprobs_R), generator=g, dtype=torch.float64).to(scores.logprobs_R)
+    (weights_2R[0] * scores.logprobs_R + weights_2R[1] * scores.entropy_R).sum().backward()
+    return scores, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _forward(model: nn.Module, token_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    output = model(input_ids=token_ids, position_ids=position_ids, output_hidden_states=True, use_cache=False)
+    return output.hidden_states[-1][0], output.logits[0]
+
+
+def _score(logits_RV: torch.Tensor, labels_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs_RV = logits_RV.log_softmax(dim=-1)
+    return logprobs_RV.gather(1, labels_R.unsqueeze(1)).squeeze(1), -(logprobs_RV.exp() * logprobs_RV).sum(dim=-1)
