@@ -2,11 +2,11 @@
 
 Two states run along a sequence: the last K - 1 inputs of the causal convolution (kernel size K), and the matrix
 ``S`` [key dim, value dim] of each head in ``S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T``. All
-projections, the gated norm and the rule itself are the layer's own. The convolution runs over the packed tokens at once; only the first
-K - 1 tokens of a node are done again, with the tokens of their path. The rule runs level by level: nodes of one level are a
-batch (padded in groups of like length, or as variable lengths if the layer's kernel takes ``cu_seqlens``) whose initial states
-are gathered from the level above. Padding has ``beta = g = 0`` and ``k = 0``, which leaves a state as it is, so states at the
-end of nodes are exact for any length.
+projections, the gated norm and the rule itself are the layer's own. The convolution runs over the packed tokens at once; only
+the first K - 1 tokens of a node are done again, with the tokens of their path. The rule runs level by level: nodes of one
+level are a batch (padded in groups of like length, or as variable lengths if the layer's kernel takes ``cu_seqlens``) whose
+initial states are gathered from the level above. Padding has ``beta = g = 0`` and ``k = 0``, which leaves a state as it is, so
+states at the end of nodes are exact for any length.
 
 Suffix legend: T packed tokens, C convolution channels, F tokens near the start of a node, K kernel size, H value heads,
 N nodes of a level, L padded length, D head dim.
