@@ -199,7 +199,7 @@ def test_bidirectional_models_are_refused() -> None:
     model = transformers.BertModel(
         transformers.BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
     )
-    with pytest.raises(UnsupportedLayerError, match="BertSelfAttention.*bidirectional"):
+    with pytest.raises(UnsupportedLayerError, match=r"BertSelfAttention.*bidirectional"):
         check_model(model)
 
 
@@ -207,7 +207,7 @@ def test_encoder_decoder_models_and_models_of_other_libraries_are_refused() -> N
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
     )
-    with pytest.raises(UnsupportedLayerError, match="encoder-decoder|position_ids"):
+    with pytest.raises(UnsupportedLayerError, match=r"encoder-decoder|position_ids"):
         check_model(t5)
     with pytest.raises(UnsupportedLayerError, match="holds no transformers model"):
         check_model(nn.Linear(2, 2))

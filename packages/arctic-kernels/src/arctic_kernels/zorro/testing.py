@@ -5,25 +5,20 @@ For tests and for trying a model of one's own: :func:`score_naive` is the defini
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from transformers import AttentionInterface
+from torch.overrides import TorchFunctionMode
 
 from arctic_kernels.zorro.hf import use_forest
-from arctic_kernels.zorro.hf_layers import find_layers
 
 if TYPE_CHECKING:
     from arctic_kernels.zorro.forest import PackedForest
 
 VOCABULARY = 61
-PLAIN_ATTENTION = "arctic_plain"
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -179,102 +174,30 @@ def score_naive(model: nn.Module, token_ids: Sequence[torch.Tensor], prompt_leng
 
 
 def gradients(model: nn.Module, score: Callable[[], Scores], seed: int = 0) -> tuple[Scores, dict[str, torch.Tensor]]:
-    """Scores, and gradients of a random combination of log-probabilities and entropies with respect to every parameter."""
+    """Scores, and gradients of a random weighted mean of log-probabilities and entropies with respect to every parameter."""
     model.zero_grad(set_to_none=True)
     scores = score()
     g = torch.Generator().manual_seed(seed)
     weights_2R = torch.randn(2, len(scores.logprobs_R), generator=g, dtype=torch.float64).to(scores.logprobs_R)
-    (weights_2R[0] * scores.logprobs_R + weights_2R[1] * scores.entropy_R).sum().backward()
+    (weights_2R[0] * scores.logprobs_R + weights_2R[1] * scores.entropy_R).mean().backward()
     return scores, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@contextmanager
-def exact_layers(model: nn.Module, rule: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Attention and delta rule of ``model`` in its own dtype, in plain steps; for comparisons in float64.
+class Float64Throughout(TorchFunctionMode):
+    """Casts of float64 tensors to float32 are left out inside the block.
 
-    transformers' own attention and delta rule compute in float32 whatever the dtype of the model.
+    Models do norms, softmax, rotary embeddings and delta rules in float32 whatever their dtype, which would hide differences
+    below 1e-7. With this, a float64 model is float64 in every step of the forward and the backward pass.
     """
-    rule = recurrent_delta_rule if rule is None else rule
-    layers = find_layers(model)
-    with ExitStack() as stack:
-        for config in layers.configs:
-            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
-            config._attn_implementation_internal = PLAIN_ATTENTION
-        for layer in layers.deltas:
-            name = "chunk_gated_delta_rule"
-            owner = layer if hasattr(layer, name) else sys.modules[type(layer).__module__]
-            name = name if owner is layer else f"torch_{name}"
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, rule)
-        yield
 
-
-def recurrent_delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gated delta rule token by token, in the dtype of ``value``.
-
-    Args:
-        query: [B, L, H, key dim].
-        key: [B, L, H, key dim].
-        value: [B, L, H, value dim].
-        g: [B, L, H] logarithm of the decay.
-        beta: [B, L, H].
-        initial_state: [B, H, key dim, value dim]; None for zeros.
-        output_final_state: Whether to return the last state.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their length.
-        **kwargs: Options of kernels; not needed.
-    """
-    del kwargs
-    if use_qk_l2norm_in_kernel:
-        query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
-    query = query * query.shape[-1] ** -0.5
-    decay = g.to(value.dtype).exp()
-    state = value.new_zeros(*value.shape[:1], *value.shape[2:3], key.shape[-1], value.shape[-1])
-    state = state if initial_state is None else initial_state.to(value.dtype)
-    outs = []
-    for t in range(value.shape[1]):
-        state = state * decay[:, t, :, None, None]
-        change = (value[:, t] - torch.einsum("bhk,bhkv->bhv", key[:, t], state)) * beta[:, t, :, None]
-        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], change)
-        outs.append(torch.einsum("bhk,bhkv->bhv", query[:, t], state))
-    return torch.stack(outs, dim=1), state if output_final_state else None
-
-
-def _plain_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention in the dtype of the queries, with window, softcap and sinks."""
-    del module, attention_mask
-    groups, tokens = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    scale, softcap, window, sinks = (kwargs.get(x) for x in ("scaling", "softcap", "sliding_window", "s_aux"))
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
-    scores = scores.masked_fill((distance < 0) | (distance >= (window or tokens)), -torch.inf)
-    if sinks is not None:
-        scores = functional.pad(scores, (0, 1)) + functional.pad(sinks[None, :, None, None], (tokens, 0))
-    weights = scores.softmax(dim=-1)[..., :tokens]
-    return (weights @ value).transpose(1, 2), None
-
-
-AttentionInterface.register(PLAIN_ATTENTION, _plain_attention)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 def _forward(model: nn.Module, token_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
