@@ -184,19 +184,17 @@ def gradients(model: nn.Module, score: Callable[[], Scores], seed: int = 0) -> t
 
 
 class Float64Throughout(TorchFunctionMode):
-    """Casts of float64 tensors to float32 are left out inside the block.
+    """What asks for float32 gets float64 inside the block.
 
     Models do norms, softmax, rotary embeddings and delta rules in float32 whatever their dtype, which would hide differences
     below 1e-7. With this, a float64 model is float64 in every step of the forward and the backward pass.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 
