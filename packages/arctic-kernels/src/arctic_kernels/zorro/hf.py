@@ -63,7 +63,8 @@ def use_forest(model: nn.Module, forest: PackedForest, backend: str = "auto") ->
     scope = _Scope(layers, forest, backend, {x: DeltaPlan.build(forest, x) for x in _kernel_sizes(layers)})
     with ExitStack() as stack:
         for x in layers.models:
-            stack.callback(x.register_forward_pre_hook(scope.before_forward, with_kwargs=True).remove)
+            # In front of the hooks of outer blocks, which leave a call alone that has a forest.
+            stack.callback(x.register_forward_pre_hook(scope.before_forward, with_kwargs=True, prepend=True).remove)
         for module, name in list(checkpoint_slots(model)):
             original = getattr(module, name)
             stack.callback(setattr, module, name, original)
@@ -178,7 +179,9 @@ class _Scope:
             yield
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
-        """Check the call of a model and add the forest to its keyword arguments."""
+        """Check the call of a model and add the forest to its keyword arguments, unless a model around it has done so."""
+        if kwargs.get(FOREST) is not None:
+            return args, kwargs
         name = type(module).__name__
         inputs = args[0] if args else kwargs.get("input_ids")
         if inputs is None:

@@ -100,9 +100,9 @@ def _find(model: nn.Module) -> ForestLayers:
         )
     finder = _Finder()
     for decoder in decoders:
-        _check_decoder(decoder)
         if not finder.visit(decoder, "", decoder):
             raise UnsupportedLayerError(type(decoder).__name__, "no attention layer was found in it")
+        _check_decoder(decoder)
     attentions, deltas = finder.attentions, finder.deltas
     mixers = {id(x) for x in (*attentions, *deltas)}
     models = tuple(
