@@ -56,6 +56,8 @@ class Trie:
     sources: list[int] = field(default_factory=list)
     followed: dict[int, int] = field(default_factory=dict)
     """Samples that are a piece of another one's path: the other one."""
+    pending: list[tuple[list[int], int, int]] = field(default_factory=list)
+    """Samples yet to be added, how many tokens they agree on, and the node that ends there."""
 
     def add(self, parent: int, end: int, source: int) -> int:
         """Append a node; returns its index."""
@@ -76,11 +78,11 @@ def find_runs(tokens: np.ndarray, offsets_B: np.ndarray, lengths_B: np.ndarray, 
     """
     trie = Trie(offsets_B.tolist(), lengths_B.tolist())
     width = min(min_shared_tokens, KEY_TOKENS)
-    pending = [(list(range(len(trie.lengths_B))), 0, -1)]
-    while pending:
-        members, depth, parent = pending.pop()
+    trie.pending.append((list(range(len(trie.lengths_B))), 0, -1))
+    while trie.pending:
+        members, depth, parent = trie.pending.pop()
         for alike in _classes(tokens, trie, members, depth, width):
-            _compare(tokens, trie, alike, depth, parent, pending)
+            _compare(tokens, trie, alike, depth, parent)
     return choose(trie, min_shared_tokens)
 
 
@@ -123,7 +125,8 @@ def choose(trie: Trie, min_shared_tokens: int) -> Runs:
     kept_parents: list[int] = []
     for node, parent in enumerate(parents):
         under, at = (new[parent], place[parent]) if parent >= 0 else (-1, 0)
-        keep = kept_under[node] is None or bool(kept_under[node][at])
+        choice = kept_under[node]
+        keep = choice is None or bool(choice[at])
         if keep:
             kept.append(node)
             kept_parents.append(under)
@@ -161,9 +164,7 @@ def _classes(tokens: np.ndarray, trie: Trie, members: list[int], depth: int, wid
     return list(classes.values())
 
 
-def _compare(
-    tokens: np.ndarray, trie: Trie, members: list[int], depth: int, parent: int, pending: list[tuple[list[int], int, int]]
-) -> None:
+def _compare(tokens: np.ndarray, trie: Trie, members: list[int], depth: int, parent: int) -> None:
     """Add the path of the longest sample to the trie, with a node at each token where others leave it."""
     offsets, lengths = trie.offsets_B, trie.lengths_B
     longest = max(members, key=lengths.__getitem__)
@@ -178,7 +179,7 @@ def _compare(
             leaving.setdefault(end, []).append(sample)
     for end in sorted(leaving):
         parent = trie.add(parent, end, longest)
-        pending.append((leaving[end], end, parent))
+        trie.pending.append((leaving[end], end, parent))
     trie.add(parent, lengths[longest], longest)
 
 

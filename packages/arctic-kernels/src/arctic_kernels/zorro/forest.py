@@ -1,9 +1,10 @@
 """A batch of samples packed so that what they share stands, and is computed, once.
 
 A *node* is a run of tokens that all samples through it share; a sample is the path from a root to its last token, and may end
-inside a node. Nodes stand on one token axis ``T`` in *level order*: all roots, then all children of roots (grouped by parent, in
-parent order), and so on; each node contiguous; roots with children before roots without. A token's position is its depth, so
-everything that works on single tokens runs unchanged, and a token's causal context is its node up to itself and the nodes above:
+inside a node. Nodes stand on one token axis ``T`` in *level order*: all roots, then all children of roots (grouped by parent,
+in parent order), and so on; each node contiguous; roots with children before roots without. A token's position is its depth,
+so everything that works on single tokens runs unchanged, and a token's causal context is its node up to itself and the nodes
+above, which attention reads in
 
 * one causal varlen call over all nodes (``cu_nodes``), and
 * for each pair of levels one varlen call without a mask (:class:`AncestorPart`): queries of one level against the keys of one
@@ -19,8 +20,8 @@ Example:
     >>> forest.rows_P.tolist(), forest.row_of_R.tolist(), forest.labels_R.tolist()
     ([1, 3], [0, 0, 1], [7, 8, 9])
 
-Suffix legend: ``_T`` packed tokens, ``_N`` nodes (``_N1``: and one more), ``_B`` samples, ``_P`` predicting rows, ``_R`` response
-tokens in the caller's order, ``_S`` sequences of a varlen call, ``_G`` gathered keys.
+Suffix legend: ``_T`` packed tokens, ``_N`` nodes (``_N1``: and one more), ``_B`` samples, ``_P`` predicting rows, ``_R``
+response tokens in the caller's order, ``_S`` sequences of a varlen call, ``_G`` gathered keys.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ def _pack(tokens: np.ndarray, runs: Runs, lengths_B: np.ndarray, prompts_B: np.n
     first_N = offsets_B[sources_N] + structure.starts_N
     spans = zip(first_N.tolist(), (first_N + structure.lengths_N).tolist(), strict=True)
     moved = tables.upload([tokens[first:stop] for first, stop in spans])
-    position_T, rows_P, row_of_R, label_rows_R = (moved.spread(*pair) for pair in ranges)
+    position_T, rows_P, row_of_R = (moved.spread(*pair) for pair in ranges[:-1])
     cu_responses = np.concatenate([[0], np.cumsum(lengths_B - prompts_B)])
     return PackedForest(
         structure=structure,
@@ -290,7 +291,7 @@ def _pack(tokens: np.ndarray, runs: Runs, lengths_B: np.ndarray, prompts_B: np.n
         ancestors=tuple(_ancestor_part(part, moved, cu_q, cu_k) for part, cu_q, cu_k in parts),
         rows_P=rows_P,
         row_of_R=row_of_R,
-        labels_R=moved.data[label_rows_R],
+        labels_R=moved.gather(*ranges[-1]),
         cu_responses=tuple(cu_responses.tolist()),
         naive_tokens=int(lengths_B.sum()),
         nodes_B=nodes_B,

@@ -93,8 +93,8 @@ def level_order(runs: Runs) -> tuple[ForestStructure, np.ndarray, np.ndarray]:
     new = np.full(count + 1, -1)  # new index of a node; that of "no parent" comes last
     order = np.empty(count, np.int64)
     done = 0
-    for nodes in _by_level(level):
-        nodes = nodes[np.lexsort((first[nodes], -height[nodes], new[parents[nodes]]))]
+    for peers in _by_level(level):
+        nodes = peers[np.lexsort((first[peers], -height[peers], new[parents[peers]]))]
         order[done : done + len(nodes)] = nodes
         new[nodes] = np.arange(done, done + len(nodes))
         done += len(nodes)
@@ -229,6 +229,14 @@ class Uploaded(NamedTuple):
         if self.data.device.type == "cpu":
             return torch.from_numpy(spread_on_host(ranges))
         return spread_on_device(self.longs[self.slices[starts]], self.longs[self.slices[counts]], ranges.total)
+
+    def gather(self, starts: int, counts: int) -> torch.Tensor:
+        """The long data at these numbers."""
+        if self.data.device.type != "cpu":
+            return self.data[self.spread(starts, counts)]
+        data, first, count = self.data.numpy(), self.tables[starts], self.tables[counts]
+        pieces = [data[start:stop] for start, stop in zip(first.tolist(), (first + count).tolist(), strict=True)]
+        return torch.from_numpy(np.concatenate([data[:0], *pieces]))
 
 
 def spread_on_host(ranges: Ranges) -> np.ndarray:
