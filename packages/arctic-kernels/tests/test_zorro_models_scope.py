@@ -46,9 +46,9 @@ def test_leaving_the_block_restores_the_model_also_after_an_error(family: str) -
 
 def test_blocks_can_be_nested_and_the_inner_forest_counts() -> None:
     model, outer, inner = tiny_model("qwen3_next"), a_forest(2, seed=1), a_forest(3, seed=2)
-    before = state_of(model)
     with torch.no_grad():
         alone = [score_packed(model, x).logprobs_R for x in (outer, inner)]
+        before = state_of(model)
         with use_forest(model, outer):
             nested = score_packed(model, inner).logprobs_R
             again = model(input_ids=outer.token_ids).logits[0, outer.rows_P[outer.row_of_R]]
@@ -175,18 +175,19 @@ def test_attention_dropout_is_refused() -> None:
 
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}
 REFUSED = [
     ("Mamba", {**SMALL, "state_size": 4}, "MambaMixer.*carries a state"),
     ("Mamba2", {**SMALL, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}, "Mamba2Mixer.*carries a state"),
     ("Bloom", {**SMALL, "n_head": 4, "n_layer": 2}, "BloomAttention.*ALiBi"),
-    ("Llama4", {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}, "chunked_attention"),
+    ("Llama4", {**HEADS, "head_dim": 8}, "chunked_attention"),
     (
         "Lfm2",
-        {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+        {**HEADS, "layer_types": ["conv", "full_attention"]},
         "Lfm2ShortConv.*carries a state",
     ),
     ("RecurrentGemma", {**SMALL, "num_attention_heads": 4, "lru_width": 32}, "carries a state"),
-    ("MiniMax", {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}, "MiniMaxLightningAttention.*AttentionInterface"),
+    ("MiniMax", {**HEADS}, "MiniMaxLightningAttention.*AttentionInterface"),
 ]
 
 
@@ -210,7 +211,7 @@ def test_encoder_decoder_models_and_models_of_other_libraries_are_refused() -> N
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
     )
-    with pytest.raises(UnsupportedLayerError, match=r"encoder-decoder|position_ids"):
+    with pytest.raises(UnsupportedLayerError, match="encoder-decoder"):
         check_model(t5)
     with pytest.raises(UnsupportedLayerError, match="holds no transformers model"):
         check_model(nn.Linear(2, 2))

@@ -100,9 +100,17 @@ def _find(model: nn.Module) -> ForestLayers:
         )
     finder = _Finder()
     for decoder in decoders:
+        if getattr(getattr(decoder, "config", None), "is_encoder_decoder", False):
+            raise UnsupportedLayerError(
+                type(decoder).__name__, "it belongs to an encoder-decoder model, not to a causal decoder"
+            )
         if not finder.visit(decoder, "", decoder):
             raise UnsupportedLayerError(type(decoder).__name__, "no attention layer was found in it")
-        _check_decoder(decoder)
+        if "position_ids" not in _parameters(type(decoder)):
+            raise UnsupportedLayerError(
+                type(decoder).__name__,
+                "its forward takes no position_ids, but a token's position is not its place in the forest",
+            )
     attentions, deltas = finder.attentions, finder.deltas
     mixers = {id(x) for x in (*attentions, *deltas)}
     models = tuple(
@@ -126,17 +134,6 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
 def _decoder(model: PreTrainedModel) -> nn.Module:
     decoder = model.get_decoder()
     return decoder if isinstance(decoder, nn.Module) else model
-
-
-def _check_decoder(decoder: nn.Module) -> None:
-    name = type(decoder).__name__
-    config = getattr(decoder, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedLayerError(name, "it is an encoder-decoder model; forests are for causal decoders")
-    if "position_ids" not in _parameters(type(decoder)):
-        raise UnsupportedLayerError(
-            name, "its forward takes no position_ids, and tokens of a forest are not at the positions 0, 1, 2 ..."
-        )
 
 
 class _Finder:
