@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -13,6 +17,7 @@ from arctic_kernels.zorro.errors import UnsupportedLayerError, ZorroError
 from arctic_kernels.zorro.forest import PackedForest
 from arctic_kernels.zorro.hf import FOREST_ATTENTION, check_model, use_forest
 from arctic_kernels.zorro.testing import gradients, random_samples, score_naive, score_packed, tiny_model
+from arctic_kernels.zorro.verify import verify_model
 
 transformers.logging.set_verbosity_error()
 
@@ -225,3 +230,31 @@ def test_a_model_without_use_forest_still_runs_as_before() -> None:
         score_packed(model, PackedForest.from_sequences(samples, prompts, min_shared_tokens=1))
         after = score_naive(model, samples, prompts).logprobs_R
     torch.testing.assert_close(before, after, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next"])
+def test_verification_of_a_model_passes_and_leaves_it_as_it_was(family: str) -> None:
+    model = tiny_model(family, max_position_embeddings=512)
+    model.lm_head.eval()
+    assert verify_model(model) < 1e-5
+    assert model.training
+    assert not model.lm_head.training
+
+
+def test_verification_finds_a_layer_that_mixes_tokens_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    norm = model.model.layers[0].input_layernorm
+    original = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda x: original(x + x.roll(1, dims=1)))
+    check_model(model)
+    with pytest.raises(ZorroError, match="LlamaModel gives other hidden states"):
+        verify_model(model)
+
+
+def test_the_example_prints_savings_and_small_differences(capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(__file__).parents[3] / "examples" / "zorro" / "standalone.py"
+    runpy.run_path(str(source), run_name="__main__")
+    saved, logprob, gradient = capsys.readouterr().out.splitlines()
+    assert re.search(r"\((\d+) saved\)", saved)
+    assert float(logprob.split()[-1]) < 1e-5
+    assert float(gradient.split()[-1]) < 1e-5

@@ -101,15 +101,13 @@ def _find(model: nn.Module) -> ForestLayers:
     finder = _Finder()
     for decoder in decoders:
         if getattr(getattr(decoder, "config", None), "is_encoder_decoder", False):
-            raise UnsupportedLayerError(
-                type(decoder).__name__, "it belongs to an encoder-decoder model, not to a causal decoder"
-            )
+            raise UnsupportedLayerError(type(decoder).__name__, "it is part of an encoder-decoder model")
         if not finder.visit(decoder, "", decoder):
             raise UnsupportedLayerError(type(decoder).__name__, "no attention layer was found in it")
         if "position_ids" not in _parameters(type(decoder)):
             raise UnsupportedLayerError(
                 type(decoder).__name__,
-                "its forward takes no position_ids, but a token's position is not its place in the forest",
+                "its forward takes no position_ids, which differ from places in the forest",
             )
     attentions, deltas = finder.attentions, finder.deltas
     mixers = {id(x) for x in (*attentions, *deltas)}
