@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from arctic_kernels.zorro.forest import AncestorPart, ForestStructure, PackedForest, WindowPart
     from arctic_kernels.zorro.head import linear_logprob_entropy
     from arctic_kernels.zorro.hf import FOREST_ATTENTION, check_model, use_forest
+    from arctic_kernels.zorro.verify import verify_model
 
 __all__ = [
     "FOREST_ATTENTION",
@@ -40,6 +41,7 @@ __all__ = [
     "forest_attention",
     "linear_logprob_entropy",
     "use_forest",
+    "verify_model",
 ]
 
 _PARTS = {
@@ -48,6 +50,7 @@ _PARTS = {
     "forest": ("AncestorPart", "ForestStructure", "PackedForest", "WindowPart"),
     "head": ("linear_logprob_entropy",),
     "hf": ("FOREST_ATTENTION", "check_model", "use_forest"),
+    "verify": ("verify_model",),
 }
 _PART_OF = {name: part for part, names in _PARTS.items() for name in names}
 

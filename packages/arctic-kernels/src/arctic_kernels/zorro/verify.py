@@ -6,6 +6,8 @@ check computes, and finds it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -36,7 +38,8 @@ def verify_model(model: nn.Module, *, backend: str = "auto", tolerance: float | 
     """
     decoder = find_layers(model).models[-1]
     parameter = next(decoder.parameters())
-    vocabulary = int(decoder.get_input_embeddings().weight.shape[0])
+    embeddings: Any = decoder.get_input_embeddings()
+    vocabulary = int(embeddings.weight.shape[0])
     samples, prompts = _samples(vocabulary, seed)
     forest = PackedForest.from_sequences(samples, prompts, device=parameter.device, min_shared_tokens=1)
     training = {x: x.training for x in decoder.modules()}
