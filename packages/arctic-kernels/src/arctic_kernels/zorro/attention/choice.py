@@ -24,6 +24,7 @@ BACKENDS = ("fa4", "flash", "flex", "sdpa", "eager")
 VARIABLE = "ARCTIC_FOREST_BACKEND"
 """Environment variable that names the backend where the caller leaves it open."""
 
+_AMPERE, _FA4_MAJORS = 8, (9, 10)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -59,7 +60,7 @@ def choose_backend(
     sinks: bool = False,
     deterministic: bool = False,
 ) -> Choice:
-    """The backend for queries like ``q`` ``[T, H, D]``: the one named by the caller or the environment, or the fastest that can.
+    """The backend for queries like ``q`` ``[T, H, D]``: the one that the caller or the environment names, or the fastest.
 
     Raises:
         UnsupportedAttentionError: The backend named cannot do this; the message names the feature and a remedy.
@@ -111,21 +112,23 @@ def _half_lack(name: str, q: torch.Tensor, softcap: float | None, deterministic:
     """Of the two libraries that compute in 16 bits."""
     if not q.is_cuda or torch.version.hip:
         return "an NVIDIA GPU"
-    major = torch.cuda.get_device_capability(q.device)[0]
-    size = q.shape[-1]
-    if q.dtype not in _HALF:
-        return f"{q.dtype} (float16 and bfloat16 only)"
-    if size % 8 or size > 256:
-        return f"head size {size} (a multiple of 8 up to 256)"
+    major, size = torch.cuda.get_device_capability(q.device)[0], q.shape[-1]
+    lacks = [
+        (q.dtype not in _HALF, f"{q.dtype} (float16 and bfloat16 only)"),
+        (size % 8 != 0 or size > 256, f"head size {size} (a multiple of 8 up to 256)"),
+    ]
     if name == "fa4":
-        if not _has_fa4():
-            return "the package flash-attn-4"
-        return None if major in (9, 10) else "a Hopper or Blackwell data-centre GPU"
-    if major < 8:
-        return "an Ampere GPU or a later one"
-    if deterministic:
-        return "a deterministic backward pass"
-    return "soft-capped scores" if softcap is not None else None
+        lacks += [
+            (not _has_fa4(), "the package flash-attn-4"),
+            (major not in _FA4_MAJORS, "a Hopper or Blackwell data-centre GPU"),
+        ]
+    else:
+        lacks += [
+            (major < _AMPERE, "an Ampere GPU or a later one"),
+            (deterministic, "a deterministic backward pass"),
+            (softcap is not None, "soft-capped scores"),
+        ]
+    return next((text for lacking, text in lacks if lacking), None)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from arctic_kernels.zorro.attention.kernels import Call
+from arctic_kernels.zorro.attention.kernels import Call, Inputs
 
 __all__ = ["EagerKernel", "segments"]
 
@@ -26,16 +26,8 @@ class EagerKernel:
             lse[:, queries] = lse_s.flatten(0, 1)
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, call: Call) -> Inputs:
+        q, k, v = inputs
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for queries, keys in segments(call):
             scores, slope = _scores(q[queries], k[keys], call)
@@ -49,7 +41,7 @@ class EagerKernel:
             dq[queries] = _merge_heads(dscores @ _kv_heads(k[keys])[:, None]).to(q.dtype)
             dk[keys] = (dscores.mT @ _q_heads(q[queries], groups[0])).sum(1).transpose(0, 1).to(k.dtype)
             dv[keys] = (weights.mT @ dout_s).sum(1).transpose(0, 1).to(v.dtype)
-        return dq, dk, dv
+        return Inputs(dq, dk, dv)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from arctic_kernels.zorro.attention.kernels import Call
+from arctic_kernels.zorro.attention.kernels import Call, Inputs
 
 __all__ = ["Fa4Kernel"]
 
@@ -22,24 +22,16 @@ class Fa4Kernel:
         out, lse = _interface()._flash_attn_fwd(q, k, v, softcap=call.softcap, return_lse=True, **_arguments(call))[:2]
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, call: Call) -> Inputs:
+        q, k, v = inputs
         options = {"softcap": call.softcap or 0.0, "deterministic": call.deterministic, **_arguments(call)}
-        dq, dk, dv = _interface()._flash_attn_bwd(q, k, v, out, dout, lse.contiguous(), **options)[:3]
-        return dq, dk, dv
+        gradients = _interface()._flash_attn_bwd(q, k, v, out, dout, lse.contiguous(), **options)[:3]
+        return Inputs(*gradients)
 
 
 @functools.cache
 def _interface() -> ModuleType:
-    import flash_attn.cute.interface as interface  # pyright: ignore[reportMissingImports]
+    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
 
     return interface
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from arctic_kernels.zorro.attention.kernels import Call
+from arctic_kernels.zorro.attention.kernels import Call, Inputs
 
 __all__ = ["FlashKernel"]
 
@@ -22,20 +22,12 @@ class FlashKernel:
         )
         return result[0], result[1]
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, call: Call) -> Inputs:
+        q, k, v = inputs
         if not q.numel() or not k.numel():
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+            return Inputs(*map(torch.zeros_like, inputs))
         state = torch.empty(2, dtype=torch.int64, device=q.device)  # of the dropout that there is none of
-        return torch.ops.aten._flash_attention_backward(
+        gradients = torch.ops.aten._flash_attention_backward(
             dout,
             q,
             k,
@@ -53,6 +45,7 @@ class FlashKernel:
             scale=call.scale,
             **_window(call),
         )
+        return Inputs(*gradients)
 
 
 def _window(call: Call) -> dict[str, int]:

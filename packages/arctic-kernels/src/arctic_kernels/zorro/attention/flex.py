@@ -1,7 +1,7 @@
 """FlexAttention on the forest's mask in one call: compiled with Triton on GPUs, plain torch on CPUs.
 
-A row of node ``n`` sees the rows of ``n`` and its ancestors that come no later in the packed buffer. With ``enter`` the order in
-which a depth-first walk reaches the nodes and ``leave`` the number reached when it is done with one, ``a`` is ``n`` or an
+A row of node ``n`` sees the rows of ``n`` and its ancestors that come no later in the packed buffer. With ``enter`` the order
+in which a depth-first walk reaches the nodes and ``leave`` the number reached when it is done with one, ``a`` is ``n`` or an
 ancestor of it exactly if ``enter[a] <= enter[n] < leave[a]``.
 """
 
@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from arctic_kernels.zorro.forest import ForestStructure, PackedForest
+from arctic_kernels.zorro.attention.kernels import Inputs
+
+if TYPE_CHECKING:
+    from arctic_kernels.zorro.forest import ForestStructure, PackedForest
 
 __all__ = ["attention", "block_mask"]
 
@@ -24,18 +27,18 @@ _BLOCK = 128
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    inputs: Inputs,
     forest: PackedForest,
+    *,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """See :func:`arctic_kernels.zorro.forest_attention`; differentiated by FlexAttention's own backward pass."""
+    q, k, _ = inputs
     function = _compiled() if q.is_cuda else flex_attention
-    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    heads = (x.transpose(0, 1)[None] for x in inputs)
     out, lse = function(
         *heads,
         score_mod=None if softcap is None else _soft_cap(softcap),

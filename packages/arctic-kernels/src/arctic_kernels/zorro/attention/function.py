@@ -12,17 +12,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from arctic_kernels.zorro.attention import flex
 from arctic_kernels.zorro.attention.choice import choose_backend, kernel
-from arctic_kernels.zorro.attention.kernels import Call, Kernel
+from arctic_kernels.zorro.attention.kernels import Call, Inputs, Kernel
 from arctic_kernels.zorro.attention.merge import add_sinks_, merge_, sum_copies
 from arctic_kernels.zorro.errors import ZorroError
-from arctic_kernels.zorro.forest import PackedForest, WindowPart
+
+if TYPE_CHECKING:
+    from arctic_kernels.zorro.forest import PackedForest, WindowPart
 
 __all__ = ["Plan", "choose_plan", "forest_attention"]
 
@@ -62,17 +64,18 @@ def forest_attention(
         ZorroError: Shapes or types do not fit together.
         UnsupportedAttentionError: The backend cannot do this.
     """
-    _check(q_THD, k_THD, v_THD, sinks_H, forest, window)
+    inputs = Inputs(q_THD, k_THD, v_THD)
+    _check(inputs, sinks_H, forest, window)
     name = choose_backend(
         q_THD, backend, window=window, softcap=softcap, sinks=sinks_H is not None, deterministic=deterministic
     ).backend
-    scale = q_THD.shape[-1] ** -0.5 if scale is None else scale
+    factor = q_THD.shape[-1] ** -0.5 if scale is None else scale
     if name == "flex":
-        return flex.attention(q_THD, k_THD, v_THD, forest, scale, window, softcap, sinks_H)
+        return flex.attention(inputs, forest, scale=factor, window=window, softcap=softcap, sinks=sinks_H)
     if plan == "auto":
         plan = choose_plan(forest, q_THD.shape[1], k_THD.shape[1]) if q_THD.is_cuda else "split"
-    options = _Options(kernel(name), scale, window, softcap, deterministic, window is not None or plan == "gather")
-    return _ForestAttention.apply(q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous(), sinks_H, forest, options)
+    options = _Options(kernel(name), factor, window, softcap, deterministic, window is not None or plan == "gather")
+    return _ForestAttention.apply(*(x.contiguous() for x in inputs), sinks_H, _Request(forest, options))
 
 
 def choose_plan(forest: PackedForest, heads: int, kv_heads: int) -> Literal["split", "gather"]:
@@ -103,41 +106,40 @@ class _Options:
         return Call(cu_q, cu_k, max_q, max_k, causal, self.scale, window, self.softcap, self.deterministic)
 
 
+class _Request(NamedTuple):
+    forest: PackedForest
+    options: _Options
+
+
 class _ForestAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        forest: PackedForest,
-        options: _Options,
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: _Request
     ) -> torch.Tensor:
-        out, lse = (_gather_forward if options.gather else _split_forward)(q, k, v, forest, options)
+        out, lse = (_gather_forward if request.options.gather else _split_forward)(Inputs(q, k, v), *request)
         if sinks is not None:
             add_sinks_(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.forest, ctx.options = forest, options
+        ctx.request = request
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients_of_outputs: Any) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
+        (dout,) = gradients_of_outputs
         dout = dout.contiguous()
-        backward = _gather_backward if ctx.options.gather else _split_backward
-        dq, dk, dv = backward(dout, q, k, v, out, lse, ctx.forest, ctx.options)
+        backward = _gather_backward if ctx.request.options.gather else _split_backward
+        gradients = backward(dout, Inputs(q, k, v), (out, lse), *ctx.request)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             delta_HT = (dout.to(lse.dtype) * out).sum(-1).mT
             dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta_HT).sum(1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None
+        return *gradients, dsinks, None
 
 
-def _split_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forest: PackedForest, options: _Options
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_forward(inputs: Inputs, forest: PackedForest, options: _Options) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = inputs
     out, lse = options.kernel.forward(q, k, v, _own_call(forest, options))
     for (start, stop), parts in itertools.groupby(forest.ancestors, key=lambda part: (part.q_start, part.q_stop)):
         results = []
@@ -150,28 +152,21 @@ def _split_forward(
 
 
 def _split_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    forest: PackedForest,
-    options: _Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = options.kernel.backward(dout, q, k, v, out, lse, _own_call(forest, options))
+    dout: torch.Tensor, inputs: Inputs, result: tuple[torch.Tensor, torch.Tensor], forest: PackedForest, options: _Options
+) -> Inputs:
+    (q, k, v), (out, lse) = inputs, result
+    gradients = options.kernel.backward(dout, inputs, out, lse, _own_call(forest, options))
     for part in forest.ancestors:
         rows, keys = slice(part.q_start, part.q_stop), slice(part.k_start, part.k_stop)
         call = options.call(part.cu_q, part.cu_k, part.max_q, part.max_k, causal=False)
-        dq_part, dk_part, dv_part = options.kernel.backward(
-            dout[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows], call
-        )
+        views = Inputs(q[rows], k[keys], v[keys])
+        dq_part, dk_part, dv_part = options.kernel.backward(dout[rows], views, out[rows], lse[:, rows], call)
         if part.queried_k is not None:
             dk_part, dv_part = (torch.where(part.queried_k[:, None, None], x, 0) for x in (dk_part, dv_part))
-        dq[rows].add_(dq_part)
-        dk[keys].add_(dk_part)
-        dv[keys].add_(dv_part)
-    return dq, dk, dv
+        gradients.q[rows].add_(dq_part)
+        gradients.k[keys].add_(dk_part)
+        gradients.v[keys].add_(dv_part)
+    return gradients
 
 
 def _own_call(forest: PackedForest, options: _Options) -> Call:
@@ -179,30 +174,21 @@ def _own_call(forest: PackedForest, options: _Options) -> Call:
     return options.call(forest.cu_nodes, forest.cu_nodes, forest.max_node, forest.max_node, causal=True)
 
 
-def _gather_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forest: PackedForest, options: _Options
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather_forward(inputs: Inputs, forest: PackedForest, options: _Options) -> tuple[torch.Tensor, torch.Tensor]:
     part = _path(forest, options)
     call = options.call(part.cu_q, part.cu_k, part.max_q, part.max_k, causal=True)
-    return options.kernel.forward(q, k[part.gather_G], v[part.gather_G], call)
+    return options.kernel.forward(inputs.q, inputs.k[part.gather_G], inputs.v[part.gather_G], call)
 
 
 def _gather_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    forest: PackedForest,
-    options: _Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: torch.Tensor, inputs: Inputs, result: tuple[torch.Tensor, torch.Tensor], forest: PackedForest, options: _Options
+) -> Inputs:
     part = _path(forest, options)
     call = options.call(part.cu_q, part.cu_k, part.max_q, part.max_k, causal=True)
-    copies = k[part.gather_G], v[part.gather_G]
-    dq, dk, dv = options.kernel.backward(dout, q, *copies, out, lse, call)
-    order, starts = _copies_of_rows(part, len(q))
-    return dq, sum_copies(dk, part.gather_G, order, starts), sum_copies(dv, part.gather_G, order, starts)
+    copied = Inputs(inputs.q, inputs.k[part.gather_G], inputs.v[part.gather_G])
+    dq, dk, dv = options.kernel.backward(dout, copied, *result, call)
+    order, starts = _copies_of_rows(part, len(inputs.q))
+    return Inputs(dq, sum_copies(dk, part.gather_G, order, starts), sum_copies(dv, part.gather_G, order, starts))
 
 
 def _path(forest: PackedForest, options: _Options) -> WindowPart:
@@ -223,18 +209,15 @@ def _copies_of_rows(part: WindowPart, tokens: int) -> tuple[torch.Tensor, torch.
     return _COPIES[key]
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, forest: PackedForest, window: int | None
-) -> None:
-    shapes = f"q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, v {tuple(v.shape)} {v.dtype}"
+def _check(inputs: Inputs, sinks: torch.Tensor | None, forest: PackedForest, window: int | None) -> None:
+    q, k, v = inputs
+    shapes = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in inputs._asdict().items())
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[1] % k.shape[1]:
         raise ZorroError(f"{shapes}: give [T, H, D], [T, K, D] and [T, K, D], where K divides H")
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ZorroError(f"{shapes} on {q.device}, {k.device}, {v.device}: types and devices must agree")
+        raise ZorroError(f"{shapes}: types and devices must agree")
     if len(q) != forest.num_tokens or q.device != forest.token_ids.device:
-        raise ZorroError(
-            f"{shapes} on {q.device} do not fit a forest of {forest.num_tokens} tokens on {forest.token_ids.device}"
-        )
+        raise ZorroError(f"{shapes}: the forest has {forest.num_tokens} tokens on {forest.token_ids.device}")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ZorroError(f"sinks_H has shape {tuple(sinks.shape)}: one number per query head is needed, {q.shape[1]}")
     if window is not None and window < 1:

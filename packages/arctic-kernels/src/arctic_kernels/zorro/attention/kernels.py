@@ -7,11 +7,19 @@ Suffix legend, here and in the sibling modules: ``_T`` rows of the packed token 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Call", "Kernel"]
+__all__ = ["Call", "Inputs", "Kernel"]
+
+
+class Inputs(NamedTuple):
+    """Queries ``[T, H, D]``, keys and values, or their gradients."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -49,17 +57,8 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of ``q``, ``k``, ``v`` of this call, where ``out`` and ``lse`` may be those of a larger softmax.
+    def backward(self, dout: torch.Tensor, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, call: Call) -> Inputs:
+        """Gradients of the inputs of this call, where ``out`` and ``lse`` may be those of a larger softmax.
 
         With ``p = exp(s - lse)`` and ``delta = rowsum(dout * out)``: ``ds = p * (dout @ v - delta)``. So a softmax over several
         calls is differentiated call by call (Dao et al., "FlashAttention", 2022, with the whole row's statistics).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from arctic_kernels.zorro.attention.eager import segments
-from arctic_kernels.zorro.attention.kernels import Call
+from arctic_kernels.zorro.attention.kernels import Call, Inputs
 
 __all__ = ["SdpaKernel"]
 
@@ -27,16 +27,8 @@ class SdpaKernel:
             out[queries], lse[:, queries] = out_s[0].transpose(0, 1), lse_s[0].view(q.shape[1], -1)
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, dout: torch.Tensor, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, call: Call) -> Inputs:
+        q, k, v = inputs
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         group = q.shape[1] // k.shape[1]
         for queries, keys in segments(call):
@@ -53,7 +45,7 @@ class SdpaKernel:
             )
             dq[queries] = dq_s[0].transpose(0, 1)
             dk[keys], dv[keys] = (x[0].unflatten(0, (-1, group)).sum(1).transpose(0, 1) for x in (dk_s, dv_s))
-        return dq, dk, dv
+        return Inputs(dq, dk, dv)
 
 
 def _heads(x: torch.Tensor, group: int = 1) -> torch.Tensor:

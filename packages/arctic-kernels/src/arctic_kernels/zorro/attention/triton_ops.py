@@ -1,3 +1,5 @@
+# ruff: noqa: ANN001, ANN202, PLR0917 - Triton takes its types from the call
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 """The Triton kernels of :mod:`arctic_kernels.zorro.attention.merge`: one pass over memory each."""
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def _merge_kernel(
     if TWO:
         o += tl.load(out_b + at, mask=ok, other=0.0).to(WIDE) * (wb * scale)[:, None]
     tl.store(out + at, o.to(out.dtype.element_ty), mask=ok)
-    l = tl.where(total == 0.0, empty, base + tl.log(tl.where(total == 0.0, 1.0, total)))
-    tl.store(lse + head * stride + t, l, mask=row_ok)
+    merged = tl.where(total == 0.0, empty, base + tl.log(tl.where(total == 0.0, 1.0, total)))
+    tl.store(lse + head * stride + t, merged, mask=row_ok)
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
