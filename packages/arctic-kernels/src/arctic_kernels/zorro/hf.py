@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import AttentionInterface
 
 from arctic_kernels.zorro.errors import UnsupportedLayerError, ZorroError
@@ -118,6 +119,9 @@ def forest_attention_forward(  # noqa: PLR0917 - the signature is transformers'
         raise ZorroError(
             f"queries are [batch, heads, T, dim] = {tuple(query.shape)}; this forest is [1, ., {forest.num_tokens}, .]"
         )
+    narrower = query.shape[-1] - value.shape[-1]
+    if narrower > 0:  # latent attention; backends take one head dim, and columns of zeros change nothing
+        value = functional.pad(value, (0, narrower))
     out_THD = forest_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -129,7 +133,7 @@ def forest_attention_forward(  # noqa: PLR0917 - the signature is transformers'
         softcap=softcap,
         sinks_H=s_aux,
     )
-    return out_THD.unsqueeze(0), None
+    return out_THD[..., : query.shape[-1] - max(narrower, 0)].unsqueeze(0), None
 
 
 AttentionInterface.register(FOREST_ATTENTION, forest_attention_forward)
