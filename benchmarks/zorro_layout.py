@@ -17,17 +17,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from arctic_kernels.zorro import PackedForest
 from arctic_kernels.zorro.discovery import find_runs
-from arctic_kernels.zorro.forest import DEFAULT_MIN_SHARED_TOKENS
+from arctic_kernels.zorro.forest import DEFAULT_MIN_SHARED_TOKENS, Share
 
 GROUP = 16
 VOCABULARY = 151_936
+SHARES: tuple[Share, ...] = ("auto", "prompts")
 
 
 class Batch(NamedTuple):
@@ -50,7 +51,7 @@ def main() -> None:
     heads = ("share", "nodes", "levels", "T of naive", "find", "host", "min", "all", "min")
     print(f"{'samples':<16}" + "".join(f"{head:>11}" for head in heads))
     for name, batch in batches(options.samples, options.tokens):
-        for share in ("auto", "prompts"):
+        for share in SHARES:
             line = {"case": name, "share": share} | measure(batch, share, options.rounds)
             lines.append(line)
             show(line)
@@ -100,7 +101,7 @@ def batches(samples: int, tokens: int) -> Iterator[tuple[str, Batch]]:
     yield "all equal", batch(tokens_BL)
 
 
-def measure(batch: Batch, share: str, rounds: int) -> dict[str, float]:
+def measure(batch: Batch, share: Share, rounds: int) -> dict[str, Any]:
     """Time packing one batch."""
     offsets_B = np.cumsum(batch.lengths_B) - batch.lengths_B
 
@@ -118,7 +119,7 @@ def measure(batch: Batch, share: str, rounds: int) -> dict[str, float]:
         "levels": forest.depth,
         "packed_tokens": forest.num_tokens,
         "naive_tokens": forest.naive_tokens,
-        "find_ms": found[0] if found else float("nan"),
+        "find_ms": found[0] if found else None,
         "host_ms": host[0],
         "host_min_ms": host[1],
         "all_ms": whole[0],
@@ -136,11 +137,12 @@ def timed(work: Callable[[], object], rounds: int) -> tuple[float, float]:
     return statistics.median(times[1:]), min(times[1:])
 
 
-def show(line: dict[str, float]) -> None:
+def show(line: dict[str, Any]) -> None:
     """Print one line of the table."""
     ratio = line["packed_tokens"] / line["naive_tokens"]
+    find = "" if line["find_ms"] is None else f"{line['find_ms']:.1f}"
     print(
-        f"{line['case']:<16}{line['share']:>11}{line['nodes']:>11}{line['levels']:>11}{ratio:>11.3f}{line['find_ms']:>11.1f}"
+        f"{line['case']:<16}{line['share']:>11}{line['nodes']:>11}{line['levels']:>11}{ratio:>11.3f}{find:>11}"
         f"{line['host_ms']:>11.1f}{line['host_min_ms']:>11.1f}{line['all_ms']:>11.1f}{line['all_min_ms']:>11.1f}",
         flush=True,
     )
