@@ -125,9 +125,11 @@ class _ForestAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients_of_outputs: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator hides the names
+        ctx: Any, *grad_outputs: Any
+    ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        (dout,) = gradients_of_outputs
+        (dout,) = grad_outputs
         dout = dout.contiguous()
         backward = _gather_backward if ctx.request.options.gather else _split_backward
         gradients = backward(dout, Inputs(q, k, v), (out, lse), *ctx.request)
