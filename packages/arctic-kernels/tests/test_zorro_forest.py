@@ -6,6 +6,8 @@ The oracle is plain Python over the samples: sets of prefixes, and walks up the 
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arctic_kernels import zorro
 from arctic_kernels.zorro import PackedForest, ZorroError
 from arctic_kernels.zorro.layout import Ranges, spread_on_device, spread_on_host
 
@@ -319,6 +322,13 @@ def test_a_forest_moves_with_all_its_tensors() -> None:
 def test_forests_pickle() -> None:
     forest = PackedForest.from_sequences([[1, 2, 3], [1, 2, 4]], [1, 1], min_shared_tokens=1)
     check_tokens(pickle.loads(pickle.dumps(forest)), [[1, 2, 3], [1, 2, 4]], [1, 1])
+
+
+def test_importing_the_package_loads_none_of_its_parts() -> None:
+    program = "import sys, arctic_kernels.zorro as z; assert 'PackedForest' in dir(z); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = zorro.nothing
 
 
 @given(pieces=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=8))
