@@ -61,6 +61,8 @@ def check_tokens(forest: PackedForest, samples: list[list[int]], prompts: list[i
         rows = forest.sample_rows(index)
         assert token_T[rows].tolist() == sample
         assert position_T[rows].tolist() == list(range(len(sample)))
+        first, stop = forest.structure.offsets_N1[forest.nodes_B[index] :][:2]
+        assert first <= rows[-1] < stop
         row_R += rows[prompt - 1 : -1].tolist()
         label_R += sample[prompt:]
         predicting.update(rows[prompt - 1 : -1].tolist())

@@ -135,6 +135,12 @@ def test_a_short_rest_joins_the_path_that_it_begins() -> None:
         assert forest.token_ids[0][forest.sample_rows(index)].tolist() == sample
 
 
+def test_of_short_rests_alone_the_longest_holds_those_that_begin_it() -> None:
+    stem, tail = fresh(100), fresh(30)
+    samples = [stem + fresh(100), *(stem + tail[:size] for size in (10, 20, 30, 15))]
+    assert sorted(pack(samples).structure.lengths_N.tolist()) == [30, 100, 100]
+
+
 def test_samples_that_agree_on_the_first_key_but_not_after_are_told_apart() -> None:
     stem = fresh(64)
     for at in (64, 65, 319, 320, 321, 1343, 1344, 5000):  # around the borders of the pieces that are compared
