@@ -94,13 +94,15 @@ def _lack(name: str, q: torch.Tensor, softcap: float | None, deterministic: bool
     if name == "sdpa":
         return "a CPU" if q.device.type != "cpu" else "soft-capped scores" if softcap is not None else None
     if name == "flex":
-        return None if q.device.type == "cpu" else _flex_lack(q)
+        return _flex_lack(q)
     if name not in BACKENDS:
         return f"the name (known: {', '.join(BACKENDS)})"
     return _half_lack(name, q, softcap, deterministic)
 
 
 def _flex_lack(q: torch.Tensor) -> str | None:
+    if q.device.type == "cpu":
+        return "a backward pass on CPUs" if q.requires_grad else None
     if not q.is_cuda:
         return "a CPU or an NVIDIA GPU"
     if importlib.util.find_spec("triton") is None:

@@ -1,4 +1,4 @@
-"""FlexAttention on the forest's mask in one call: compiled with Triton on GPUs, plain torch on CPUs.
+"""FlexAttention on the forest's mask in one call: compiled with Triton on GPUs, plain torch and forward only on CPUs.
 
 A row of node ``n`` sees the rows of ``n`` and its ancestors that come no later in the packed buffer. With ``enter`` the order
 in which a depth-first walk reaches the nodes and ``leave`` the number reached when it is done with one, ``a`` is ``n`` or an
