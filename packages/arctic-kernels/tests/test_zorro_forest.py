@@ -312,7 +312,7 @@ def test_building_never_waits_for_the_device() -> None:
 
 def test_a_forest_moves_with_all_its_tensors() -> None:
     forest = PackedForest.from_sequences([[1, 2, 3], [1, 2, 4]], [1, 1], min_shared_tokens=1)
-    forest.window(2)
+    forest.window(3)
     assert forest.to("cpu") is forest
     moved = forest.to("meta")
     assert moved.device.type == "meta"
