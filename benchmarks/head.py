@@ -1,10 +1,13 @@
 """Log-probs and entropies from hidden states: in chunks under a memory budget against whole logits, value and gradient.
 
-    .nox/cpu/bin/python benchmarks/head.py [--rows N] [--vocabulary N] [--hidden N] [--budget-mib N] [--device cpu|cuda] ...
+    .nox/cpu/bin/python benchmarks/head.py [--rows N ...] [--vocabulary N] [--hidden N] [--budget-mib N] [--device cpu|cuda] ...
 
-"Plain" is torch as one would write it: a matrix product, ``log_softmax`` in float32, autograd. Rounds alternate, so that a busy
-moment of the machine meets both. Prints the median seconds with the spread and the peak of memory that each allocated beyond
-what was there before, outputs and gradients included.
+"Chunked" is the head as it is called, "torch" the same without Triton kernels. "Plain" is torch as one would write it: a matrix
+product, ``log_softmax`` in float32, autograd. Rounds alternate, so that a busy moment of the machine meets all. Prints the
+median seconds with the spread, and two peaks of memory beyond what was there before: of all, and without outputs and gradients.
+
+TFLOP/s count ``2 · rows · vocabulary · hidden`` for each product: three for value and gradient (logits, gradients of hidden
+states and weight), and four where the logits are made twice, the work that is really done; with ``--value`` one.
 """
 
 from __future__ import annotations
@@ -27,33 +30,37 @@ from arctic_kernels.head import linear_logprob_entropy
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Log-probs and entropies from hidden states: chunked against plain.")
-    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024])
     parser.add_argument("--vocabulary", type=int, default=50_000)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--budget-mib", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ways", nargs="+", choices=("chunked", "torch", "plain"), default=["chunked", "plain"])
+    parser.add_argument("--value", action="store_true", help="no gradient")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
-    figures = measure(options)
-    show(figures)
+    figures = [measure(rows, options) for rows in options.rows]
+    for figure in figures:
+        show(figure)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
+def measure(rows: int, options: argparse.Namespace) -> dict[str, Any]:
+    generator = torch.Generator(options.device).manual_seed(0)
     dtype = getattr(torch, options.dtype)
 
     def tensor(*shape: int) -> torch.Tensor:
-        return (0.2 * torch.randn(*shape, generator=generator)).to(options.device, dtype).requires_grad_()
+        values = torch.randn(*shape, generator=generator, device=options.device)
+        return values.mul_(0.2).to(dtype).requires_grad_(not options.value)
 
-    hidden, weight = tensor(options.rows, options.hidden), tensor(options.vocabulary, options.hidden)
-    labels = torch.randint(0, options.vocabulary, (options.rows,), generator=generator).to(options.device)
+    hidden, weight = tensor(rows, options.hidden), tensor(options.vocabulary, options.hidden)
+    labels = torch.randint(0, options.vocabulary, (rows,), generator=generator, device=options.device)
 
-    def chunked() -> None:
-        output = linear_logprob_entropy(hidden, weight, labels, budget_bytes=options.budget_mib * 2**20)
+    def chunked(backend: str = "auto") -> None:
+        output = linear_logprob_entropy(hidden, weight, labels, budget_bytes=options.budget_mib * 2**20, backend=backend)
         backward(output.logprobs_R, output.entropy_R)
 
     def plain() -> None:
@@ -62,17 +69,29 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     def backward(logprobs: torch.Tensor, entropy: torch.Tensor | None) -> None:
         assert entropy is not None
+        if options.value:
+            return
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
         hidden.grad = weight.grad = None
 
-    runs = {"chunked": chunked, "plain": plain}
+    ways = {"chunked": chunked, "torch": lambda: chunked("torch"), "plain": plain}
+    runs = {name: ways[name] for name in options.ways}
     peaks = {name: peak_bytes(run, options.device) for name, run in runs.items()}  # warms up too
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(options.rounds):
         for name, run in runs.items():
             seconds[name].append(timed(run, options.device))
     case = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-    return {"case": case, "seconds": seconds, "peak_bytes": peaks, "machine": machine(options.device)}
+    wide = 4  # the weight's gradient in float32, then rounded to its own type
+    gradients = 0 if options.value else hidden.nbytes + weight.nbytes + (weight.numel() * wide if weight.itemsize < wide else 0)
+    return {
+        "case": case | {"rows": rows},
+        "seconds": seconds,
+        "peak_bytes": peaks,
+        "temporary_bytes": {name: peak - gradients - 8 * rows for name, peak in peaks.items()},
+        "flop_of_a_product": 2 * rows * options.vocabulary * options.hidden,
+        "machine": machine(options.device),
+    }
 
 
 def timed(run: Callable[[], None], device: str) -> float:
@@ -106,10 +125,14 @@ def machine(device: str) -> dict[str, str]:
 def show(figures: dict[str, Any]) -> None:
     write = sys.stdout.write
     write(f"{figures['machine']}\n{figures['case']}\n")
-    write(f"{'':10}{'seconds (smallest to largest)':>34}{'peak MiB':>12}\n")
+    write(f"{'':10}{'seconds (smallest to largest)':>34}{'TFLOP/s':>16}{'peak MiB':>12}{'without gradients':>20}\n")
+    value, product = figures["case"]["value"], figures["flop_of_a_product"] / 1e12
     for name, values in figures["seconds"].items():
         text = f"{statistics.median(values):.4f} ({min(values):.4f} to {max(values):.4f})"
-        write(f"{name:10}{text:>34}{figures['peak_bytes'][name] / 2**20:>12.0f}\n")
+        done = [1] if value else [3] if name == "plain" else [3, 4]
+        rates = ", ".join(f"{count * product / statistics.median(values):.4g}" for count in done)
+        peak, temporary = (figures[key][name] / 2**20 for key in ("peak_bytes", "temporary_bytes"))
+        write(f"{name:10}{text:>34}{rates:>16}{peak:>12.0f}{temporary:>20.0f}\n")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,21 @@ one row needs (:func:`bytes_per_row`, about 2 MB for a vocabulary of 150,000). T
 chunks in one float32 ``[V, D]`` buffer (float64 for float64 weights), which is not part of the budget; autograd then rounds it
 to the type in which the parameter keeps its gradient.
 
-Suffix legend: ``_R`` rows (response tokens), ``_C`` rows of one chunk, ``_V`` vocabulary, ``_D`` hidden size, ``_K``
-candidates beside each label, ``_J`` the label followed by its candidates.
+Suffix legend: ``_R`` response tokens, ``_P`` hidden rows, ``_S`` scored rows (pairs of a hidden row and a temperature; one for
+each response token unless ``rows_R`` is given), ``_C`` scored rows of one chunk, ``_L`` their labels, ``_V`` vocabulary, ``_D``
+hidden size, ``_K`` candidates beside each label, ``_J`` the label followed by its candidates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from arctic_kernels import head_fused
+from arctic_kernels.head_layer import Layer
+from arctic_kernels.head_plan import Plan, Rows, bytes_per_row, wide
 
 __all__ = ["DEFAULT_BUDGET_BYTES", "HeadOutput", "bytes_per_row", "linear_logprob_entropy", "logprob_entropy"]
 
@@ -52,35 +56,42 @@ def linear_logprob_entropy(
     *,
     temperature: float | torch.Tensor = 1.0,
     bias_V: torch.Tensor | None = None,
+    rows_R: torch.Tensor | None = None,
     ids_RK: torch.Tensor | None = None,
     topk: int = 0,
     entropy: bool = True,
     scale: float = 1.0,
     softcap: float | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    backend: str = "auto",
 ) -> HeadOutput:
     """Score labels by a linear output layer without ever holding all logits.
 
     Differentiable once, with respect to ``hidden_RD`` (in its own type), ``weight_VD`` and ``bias_V``.
 
     Args:
-        hidden_RD: Last hidden states at the rows that predict the labels, ``[R, D]``; ``R`` may be 0.
+        hidden_RD: Last hidden states at the rows that predict the labels, ``[R, D]``; ``R`` may be 0. With ``rows_R`` any
+            number of rows.
         weight_VD: The output layer's weight, ``[V, D]``, of the same type: bfloat16, float32 or float64.
         labels_R: Token ids, int64 ``[R]``.
         temperature: Divides the logits: a positive number, or one per row ``[R]`` (no gradient flows to it).
         bias_V: The output layer's bias, ``[V]``; −inf forbids a token.
+        rows_R: Hidden row of each label, int64 ``[R]``, in any order. A row is multiplied once for all its labels of equal
+            temperature, and not at all without labels.
         ids_RK: More token ids to score in each row, int64 ``[R, K]``.
         topk: Report this many most likely tokens of each row instead.
         entropy: Whether to compute entropies.
         scale: Multiplies the logits, before soft-capping.
         softcap: Bounds the logits smoothly to ±``softcap`` (Gemma Team, 2024); ``None`` does not.
         budget_bytes: Most bytes of temporaries (see the module).
+        backend: ``"torch"``, ``"triton"`` (:mod:`arctic_kernels.head_fused`: bfloat16 on a GPU, neither bias nor ``topk``), or
+            ``"auto"``: the second where it can be used.
 
     Raises:
         ValueError: Shapes or types do not fit together, or an argument is out of range.
     """
-    plan = _Plan(topk, entropy, scale, softcap, budget_bytes)
-    _check(hidden_RD, weight_VD.shape[0], labels_R, ids_RK, plan)
+    plan = Plan(topk, entropy, scale, softcap, budget_bytes, head_fused.choose(backend, weight_VD, bias_V, topk))
+    _check(hidden_RD, weight_VD.shape[0], labels_R, ids_RK, plan, rows_R=rows_R)
     if weight_VD.dim() != 2 or hidden_RD.shape[1] != weight_VD.shape[1] or hidden_RD.dtype != weight_VD.dtype:
         raise ValueError(
             f"hidden states {tuple(hidden_RD.shape)} {hidden_RD.dtype} do not fit the weight {tuple(weight_VD.shape)} "
@@ -89,7 +100,9 @@ def linear_logprob_entropy(
     if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
         raise ValueError(f"bias_V has shape {tuple(bias_V.shape)}, the vocabulary is {weight_VD.shape[0]}")
     temperatures_R = _temperatures(temperature, labels_R, weight_VD.dtype)
-    return _output(_LinearHead.apply(hidden_RD, weight_VD, bias_V, _ids(labels_R, ids_RK), temperatures_R, plan), ids_RK, plan)
+    rows = Rows.plain(temperatures_R) if rows_R is None else Rows.grouped(rows_R, temperatures_R, len(hidden_RD))
+    ids_RJ = rows.sort(_ids(labels_R, ids_RK))
+    return _output(_LinearHead.apply(hidden_RD, weight_VD, bias_V, ids_RJ, rows, plan), rows, ids_RK, plan)
 
 
 def logprob_entropy(
@@ -107,57 +120,40 @@ def logprob_entropy(
     The budget bounds what exists beside the logits and their gradient. For the other arguments and errors see
     :func:`linear_logprob_entropy`.
     """
-    plan = _Plan(topk, entropy, 1.0, None, budget_bytes)
+    plan = Plan(topk, entropy, 1.0, None, budget_bytes)
     _check(logits_RV, logits_RV.shape[1], labels_R, ids_RK, plan)
     temperatures_R = _temperatures(temperature, labels_R, logits_RV.dtype)
-    return _output(_LogitsHead.apply(logits_RV, _ids(labels_R, ids_RK), temperatures_R, plan), ids_RK, plan)
-
-
-def bytes_per_row(vocabulary: int, dtype: torch.dtype, *, softcap: bool = False) -> int:
-    """Bytes of temporaries that one row takes, in value or gradient, for weights of type ``dtype``."""
-    wide = _wide(dtype)
-    buffers = 3 if softcap else 2  # z and p; the slope of the soft-capping
-    rounded = 0 if dtype == wide else dtype.itemsize  # the gradient of a chunk's logits, for a product
-    return vocabulary * (buffers * wide.itemsize + rounded + 1)  # 1: where z is −inf
-
-
-@dataclass(frozen=True)
-class _Plan:
-    topk: int
-    entropy: bool
-    scale: float
-    softcap: float | None
-    budget_bytes: int
-
-    def chunks(self, rows: int, vocabulary: int, dtype: torch.dtype, share: float = 1.0) -> list[slice]:
-        need = bytes_per_row(vocabulary, dtype, softcap=self.softcap is not None)
-        size = max(1, int(self.budget_bytes * share) // max(1, need))
-        return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
+    rows = Rows.plain(temperatures_R)
+    return _output(_LogitsHead.apply(logits_RV, _ids(labels_R, ids_RK), rows, plan), rows, ids_RK, plan)
 
 
 # --- arguments and results ----------------------------------------------------------------------------------------------
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _temperatures(temperature: float | torch.Tensor, labels_R: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(temperature, torch.Tensor):
         if temperature.shape != labels_R.shape:
             raise ValueError(f"temperature has shape {tuple(temperature.shape)}, the labels {tuple(labels_R.shape)}")
-        return temperature.detach().to(_wide(dtype))
+        return temperature.detach().to(wide(dtype))
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature {temperature} is not a positive number")
-    return torch.full(labels_R.shape, temperature, dtype=_wide(dtype), device=labels_R.device)
+    return torch.full(labels_R.shape, temperature, dtype=wide(dtype), device=labels_R.device)
 
 
-def _check(values: torch.Tensor, vocabulary: int, labels_R: torch.Tensor, ids_RK: torch.Tensor | None, plan: _Plan) -> None:
-    rows = values.shape[0]
-    if values.dim() != 2 or labels_R.shape != (rows,) or (ids_RK is not None and (ids_RK.dim() != 2 or len(ids_RK) != rows)):
+def _check(
+    values: torch.Tensor,
+    vocabulary: int,
+    labels_R: torch.Tensor,
+    ids_RK: torch.Tensor | None,
+    plan: Plan,
+    *,
+    rows_R: torch.Tensor | None = None,
+) -> None:
+    count = values.shape[0] if rows_R is None else len(rows_R)
+    if values.dim() != 2 or labels_R.shape != (count,) or (ids_RK is not None and (ids_RK.dim() != 2 or len(ids_RK) != count)):
         raise ValueError(
             f"rows do not agree: hidden states or logits {tuple(values.shape)}, labels {tuple(labels_R.shape)}, ids "
-            f"{None if ids_RK is None else tuple(ids_RK.shape)}"
+            f"{None if ids_RK is None else tuple(ids_RK.shape)}, rows_R {None if rows_R is None else tuple(rows_R.shape)}"
         )
     if values.dtype not in _DTYPES:
         raise ValueError(f"{values.dtype} is not supported, use one of {', '.join(map(str, _DTYPES))}")
@@ -173,17 +169,18 @@ def _ids(labels_R: torch.Tensor, ids_RK: torch.Tensor | None) -> torch.Tensor:
     return labels_R[:, None] if ids_RK is None else torch.cat([labels_R[:, None], ids_RK], dim=1)
 
 
-def _output(results: tuple[torch.Tensor, ...], ids_RK: torch.Tensor | None, plan: _Plan) -> HeadOutput:
-    logprobs_RJ, entropy_R, best_RK, best_ids_RK = results
+def _output(results: tuple[torch.Tensor, ...], rows: Rows, ids_RK: torch.Tensor | None, plan: Plan) -> HeadOutput:
+    logprobs_RJ, entropy_S, best_SK, best_ids_SK = results
+    logprobs_RJ = rows.unsort(logprobs_RJ)
     given_RK = None if ids_RK is None else logprobs_RJ[:, 1:]
-    candidates = (best_RK, best_ids_RK) if plan.topk else (given_RK, ids_RK)
-    return HeadOutput(logprobs_RJ[:, 0], entropy_R if plan.entropy else None, *candidates)
+    candidates = (rows.spread(best_SK), rows.spread(best_ids_SK)) if plan.topk else (given_RK, ids_RK)
+    return HeadOutput(logprobs_RJ[:, 0], rows.spread(entropy_S) if plan.entropy else None, *candidates)
 
 
 # --- one chunk ----------------------------------------------------------------------------------------------------------
 
 
-def _to_z(x_CV: torch.Tensor, temperatures_C: torch.Tensor, plan: _Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _to_z(x_CV: torch.Tensor, temperatures_C: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits to ``z``, in place, and ``∂z/∂x · temperature / scale`` where it is not 1."""
     slope_CV = None
     if plan.scale != 1:
@@ -200,94 +197,100 @@ def _log_sum_exp(z_CV: torch.Tensor) -> torch.Tensor:
     return (z_CV - top_C1).exp_().sum(-1).log_().add_(top_C1[:, 0])
 
 
+def _flat(local_L: torch.Tensor, ids_LJ: torch.Tensor, z_CV: torch.Tensor) -> torch.Tensor:
+    """Places of labels in the memory of their chunk."""
+    return local_L[:, None] * z_CV.shape[1] + ids_LJ
+
+
 class _Values:
     """Outputs of all rows, filled chunk by chunk."""
 
-    def __init__(self, ids_RJ: torch.Tensor, dtype: torch.dtype, plan: _Plan) -> None:
-        rows = len(ids_RJ)
-        self.plan, self.ids_RJ = plan, ids_RJ
+    def __init__(self, ids_RJ: torch.Tensor, rows: Rows, dtype: torch.dtype, plan: Plan) -> None:
+        self.plan, self.ids_RJ, self.rows = plan, ids_RJ, rows
         self.logprobs_RJ = ids_RJ.new_empty(ids_RJ.shape, dtype=dtype)
-        self.entropy_R = ids_RJ.new_zeros(rows, dtype=dtype)
-        self.lse_R = ids_RJ.new_empty(rows, dtype=dtype)
-        self.best_RK = ids_RJ.new_empty((rows, plan.topk), dtype=dtype)
-        self.best_ids_RK = ids_RJ.new_empty((rows, plan.topk))
+        self.entropy_S = ids_RJ.new_zeros(len(rows), dtype=dtype)
+        self.lse_S = ids_RJ.new_empty(len(rows), dtype=dtype)
+        self.best_SK = ids_RJ.new_empty((len(rows), plan.topk), dtype=dtype)
+        self.best_ids_SK = ids_RJ.new_empty((len(rows), plan.topk))
 
     def fill(self, part: slice, z_CV: torch.Tensor) -> None:
-        """Take ``z`` of some rows; it is overwritten."""
+        """Take ``z`` of some scored rows; it is overwritten."""
         lse_C = _log_sum_exp(z_CV)
-        self.lse_R[part] = lse_C
-        self.logprobs_RJ[part] = z_CV.gather(1, self.ids_RJ[part]) - lse_C[:, None]
+        self.lse_S[part] = lse_C
+        labels, local_L = self.rows.labels(part), self.rows.local(part)
+        self.logprobs_RJ[labels] = z_CV.take(_flat(local_L, self.ids_RJ[labels], z_CV)) - lse_C[local_L, None]
         if self.plan.topk:
             best = z_CV.topk(self.plan.topk, dim=-1)
-            self.best_RK[part] = best.values - lse_C[:, None]
-            self.best_ids_RK[part] = best.indices
+            self.best_SK[part] = best.values - lse_C[:, None]
+            self.best_ids_SK[part] = best.indices
         if self.plan.entropy:
             logp_CV = z_CV.sub_(lse_C[:, None])
             p_CV = logp_CV.exp()
             logp_CV.masked_fill_(logp_CV == -torch.inf, 0.0)  # so that p · log p is 0 at p = 0
-            self.entropy_R[part] = -p_CV.mul_(logp_CV).sum(-1)
+            self.entropy_S[part] = -p_CV.mul_(logp_CV).sum(-1)
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
-        return self.logprobs_RJ, self.entropy_R, self.best_RK, self.best_ids_RK
+        return self.logprobs_RJ, self.entropy_S, self.best_SK, self.best_ids_SK
 
 
 class _Gradients:
     """Gradients with respect to the logits, chunk by chunk, from what :func:`_save` kept."""
 
-    def __init__(self, saved: list[torch.Tensor], grads: tuple[torch.Tensor | None, ...], plan: _Plan) -> None:
-        self.ids_RJ, self.lse_R, self.entropy_R, self.temperatures_R = saved
-        self.grad_logprobs_RJ, self.grad_entropy_R = grads[:2]
-        self.plan = plan
+    def __init__(self, saved: list[torch.Tensor], rows: Rows, grads: tuple[torch.Tensor | None, ...], plan: Plan) -> None:
+        self.ids_RJ, self.lse_S, self.entropy_S = saved
+        self.grad_logprobs_RJ, self.grad_entropy_S = grads[:2]
+        self.rows, self.plan = rows, plan
 
     def of(self, part: slice, x_CV: torch.Tensor) -> torch.Tensor:
-        """Gradient with respect to the logits of some rows, in their memory."""
-        temperatures_C = self.temperatures_R[part]
+        """Gradient with respect to the logits of some scored rows, in their memory."""
+        temperatures_C = self.rows.temperatures_S[part]
         z_CV, slope_CV = _to_z(x_CV, temperatures_C, self.plan)
         dx_CV = self._of_z(part, z_CV).mul_(self.plan.scale / temperatures_C[:, None])
         return dx_CV if slope_CV is None else dx_CV.mul_(slope_CV)
 
     def _of_z(self, part: slice, z_CV: torch.Tensor) -> torch.Tensor:
-        logp_CV = z_CV.sub_(self.lse_R[part, None])
+        logp_CV = z_CV.sub_(self.lse_S[part, None])
         p_CV = logp_CV.exp()
-        if self.grad_entropy_R is None:
+        if self.grad_entropy_S is None:
             out_CV = logp_CV.zero_()
         else:
             logp_CV.masked_fill_(logp_CV == -torch.inf, 0.0)
-            out_CV = logp_CV.add_(self.entropy_R[part, None]).mul_(self.grad_entropy_R[part, None])
+            out_CV = logp_CV.add_(self.entropy_S[part, None]).mul_(self.grad_entropy_S[part, None])
         if self.grad_logprobs_RJ is None:
             return out_CV.mul_(p_CV).neg_()
-        grad_CJ = self.grad_logprobs_RJ[part]
-        out_CV.add_(grad_CJ.sum(1, keepdim=True)).mul_(p_CV).neg_()
-        return out_CV.scatter_add_(1, self.ids_RJ[part], grad_CJ)
+        labels, local_L = self.rows.labels(part), self.rows.local(part)
+        grad_LJ = self.grad_logprobs_RJ[labels]
+        total_C = self.lse_S[part].new_zeros(len(out_CV)).index_add_(0, local_L, grad_LJ.sum(1))
+        out_CV.add_(total_C[:, None]).mul_(p_CV).neg_()
+        out_CV.view(-1).scatter_add_(0, _flat(local_L, self.ids_RJ[labels], out_CV).view(-1), grad_LJ.reshape(-1))
+        return out_CV
 
 
-def _save(ctx: Any, values: _Values, temperatures_R: torch.Tensor, *inputs: torch.Tensor | None) -> None:
-    ctx.save_for_backward(values.ids_RJ, values.lse_R, values.entropy_R, temperatures_R, *inputs)
-    ctx.mark_non_differentiable(values.best_RK, values.best_ids_RK)
+def _save(ctx: Any, values: _Values, *inputs: torch.Tensor | None) -> None:
+    ctx.save_for_backward(values.ids_RJ, values.lse_S, values.entropy_S, *inputs)
+    ctx.mark_non_differentiable(values.best_SK, values.best_ids_SK)
     ctx.set_materialize_grads(False)  # so that an entropy nobody differentiates costs nothing in the backward pass
-    ctx.plan = values.plan
+    ctx.rows, ctx.plan = values.rows, values.plan
 
 
 class _LogitsHead(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_RV: torch.Tensor, ids_RJ: torch.Tensor, temperatures_R: torch.Tensor, plan: _Plan
-    ) -> tuple[torch.Tensor, ...]:
-        dtype = _wide(logits_RV.dtype)
-        values = _Values(ids_RJ, dtype, plan)
+    def forward(ctx: Any, logits_RV: torch.Tensor, ids_RJ: torch.Tensor, rows: Rows, plan: Plan) -> tuple[torch.Tensor, ...]:
+        dtype = wide(logits_RV.dtype)
+        values = _Values(ids_RJ, rows, dtype, plan)
         for part in plan.chunks(len(logits_RV), logits_RV.shape[1], logits_RV.dtype):
-            values.fill(part, _to_z(logits_RV[part].to(dtype, copy=True), temperatures_R[part], plan)[0])
-        _save(ctx, values, temperatures_R, logits_RV)
+            values.fill(part, _to_z(logits_RV[part].to(dtype, copy=True), rows.temperatures_S[part], plan)[0])
+        _save(ctx, values, logits_RV)
         return values.outputs()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         *saved, logits_RV = ctx.saved_tensors
-        gradients = _Gradients(saved, grads, ctx.plan)
+        gradients = _Gradients(saved, ctx.rows, grads, ctx.plan)
         grad_RV = torch.empty_like(logits_RV)
         for part in ctx.plan.chunks(len(logits_RV), logits_RV.shape[1], logits_RV.dtype):
-            grad_RV[part] = gradients.of(part, logits_RV[part].to(_wide(logits_RV.dtype), copy=True))
+            grad_RV[part] = gradients.of(part, logits_RV[part].to(wide(logits_RV.dtype), copy=True))
         return grad_RV, None, None, None
 
 
@@ -300,85 +303,40 @@ class _LinearHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        hidden_RD, weight_VD, bias_V, ids_RJ, temperatures_R, plan = inputs
-        layer = _Layer(weight_VD, bias_V, plan)
-        values = _Values(ids_RJ, layer.dtype, plan)
-        for part in layer.chunks(len(hidden_RD)):
-            values.fill(part, _to_z(layer.logits(hidden_RD[part]), temperatures_R[part], plan)[0])
-        _save(ctx, values, temperatures_R, hidden_RD, weight_VD, bias_V)
+        hidden_PD, weight_VD, bias_V, ids_RJ, rows, plan = inputs
+        layer = Layer(weight_VD, bias_V, plan)
+        values = _Values(ids_RJ, rows, layer.dtype, plan)
+        if plan.fused:
+            fused = head_fused.values(hidden_PD, weight_VD, ids_RJ, rows, plan, kernels=head_fused.triton_kernels())
+            values.logprobs_RJ, values.entropy_S, values.lse_S = fused
+            _save(ctx, values, hidden_PD, weight_VD, bias_V)
+            return values.outputs()
+        for part in layer.chunks(rows):
+            values.fill(part, _to_z(layer.logits(rows.gather(hidden_PD, part)), rows.temperatures_S[part], plan)[0])
+        _save(ctx, values, hidden_PD, weight_VD, bias_V)
         return values.outputs()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        *saved, hidden_RD, weight_VD, bias_V = ctx.saved_tensors
-        gradients = _Gradients(saved, grads, ctx.plan)
-        layer = _Layer(weight_VD, bias_V, ctx.plan)
+        *saved, hidden_PD, weight_VD, bias_V = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        if ctx.plan.fused:
+            scored = head_fused.Scored(hidden_PD, weight_VD, saved[0], saved[1], saved[2], rows)
+            wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+            fused = head_fused.gradients(scored, grads[0], grads[1], ctx.plan, wanted, kernels=head_fused.triton_kernels())
+            return *fused, None, None, None, None
+        gradients = _Gradients(saved, rows, grads, ctx.plan)
+        layer = Layer(weight_VD, bias_V, ctx.plan)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_RD = torch.zeros_like(hidden_RD) if wants_hidden else None
+        grad_PD = rows.new_gradient(hidden_PD) if wants_hidden else None
         grad_VD = torch.zeros_like(weight_VD, dtype=layer.dtype) if wants_weight else None
         grad_V = torch.zeros_like(bias_V, dtype=layer.dtype) if wants_bias and bias_V is not None else None
-        for part in layer.chunks(len(hidden_RD)):
-            hidden_CD, grad_CD = hidden_RD[part], None if grad_RD is None else grad_RD[part]
+        for part in layer.chunks(rows):
+            hidden_CD = rows.gather(hidden_PD, part)
+            grad_CD = None if grad_PD is None else torch.empty_like(hidden_CD)
             # No name for the gradient of a chunk's logits: it must be gone when the next chunk comes.
             layer.add_gradients(gradients.of(part, layer.logits(hidden_CD)), hidden_CD, grad_CD, grad_VD, grad_V)
-        return grad_RD, grad_VD, grad_V, None, None, None
-
-
-class _Layer:
-    """Products with the output layer's weight, with float32 results for bfloat16 weights.
-
-    On a GPU the hardware adds bfloat16 products up in float32. Elsewhere blocks of the weight are widened one after the
-    other, within a part of the budget.
-    """
-
-    def __init__(self, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, plan: _Plan) -> None:
-        self.weight_VD, self.bias_V, self.plan = weight_VD, bias_V, plan
-        self.dtype = _wide(weight_VD.dtype)
-        self.same = weight_VD.dtype == self.dtype
-        self.mixed = not self.same and weight_VD.is_cuda
-
-    def chunks(self, rows: int) -> list[slice]:
-        share = 1.0 if self.same or self.mixed else 0.5
-        return self.plan.chunks(rows, len(self.weight_VD), self.weight_VD.dtype, share)
-
-    def _blocks(self, rows: int) -> list[slice]:
-        vocabulary, width = self.weight_VD.shape
-        size = max(1, self.plan.budget_bytes // 2 // (self.dtype.itemsize * (rows + width)))
-        return [slice(i, min(i + size, vocabulary)) for i in range(0, vocabulary, size)]
-
-    def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
-        """``[C, V]``, a new tensor."""
-        if self.same:
-            x_CV = hidden_CD @ self.weight_VD.T
-        elif self.mixed:
-            x_CV = torch.mm(hidden_CD, self.weight_VD.T, out_dtype=self.dtype)
-        else:
-            wide_CD = hidden_CD.to(self.dtype)
-            x_CV = wide_CD.new_empty(len(hidden_CD), len(self.weight_VD))
-            for block in self._blocks(len(hidden_CD)):
-                x_CV[:, block] = wide_CD @ self.weight_VD[block].to(self.dtype).T
-        return x_CV if self.bias_V is None else x_CV.add_(self.bias_V)
-
-    def add_gradients(self, dx_CV: torch.Tensor, hidden_CD: torch.Tensor, *grads: torch.Tensor | None) -> None:
-        """Write the gradient of the hidden states, add those of weight and bias, where there is a tensor for them."""
-        grad_CD, grad_VD, grad_V = grads
-        if grad_V is not None:
-            grad_V += dx_CV.sum(0)
-        if self.mixed:
-            dx_CV = dx_CV.to(self.weight_VD.dtype)
-        if grad_CD is not None:
-            if self.same or self.mixed:
-                grad_CD.copy_(dx_CV @ self.weight_VD)
-            else:
-                wide_CD = torch.zeros_like(grad_CD, dtype=self.dtype)
-                for block in self._blocks(len(hidden_CD)):
-                    wide_CD.addmm_(dx_CV[:, block], self.weight_VD[block].to(self.dtype))
-                grad_CD.copy_(wide_CD)
-        if grad_VD is None:
-            return
-        if self.mixed:
-            for block in self._blocks(len(hidden_CD)):
-                grad_VD[block] += torch.mm(dx_CV[:, block].T, hidden_CD, out_dtype=self.dtype)
-        else:
-            grad_VD.addmm_(dx_CV.T, hidden_CD.to(self.dtype))
+            if grad_PD is not None and grad_CD is not None:
+                rows.add(grad_PD, part, grad_CD)
+        return None if grad_PD is None else grad_PD.to(hidden_PD.dtype), grad_VD, grad_V, None, None, None

@@ -1,6 +1,6 @@
-"""Log-probs and entropies of the response tokens of a forest, from hidden states and the output layer's weight.
+"""Log-probs and entropies of a forest's response tokens; see :mod:`arctic_kernels.head`.
 
-Suffix legend: ``_T`` packed tokens, ``_D`` hidden size, ``_V`` vocabulary, ``_R`` response tokens in the caller's order.
+Suffix legend: as there, and ``_T`` packed tokens.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from arctic_kernels.head import DEFAULT_BUDGET_BYTES
-from arctic_kernels.head import linear_logprob_entropy as score
+from arctic_kernels import head
 from arctic_kernels.zorro.errors import ZorroError
 
 if TYPE_CHECKING:
@@ -25,32 +24,51 @@ def linear_logprob_entropy(
     forest: PackedForest,
     *,
     temperature: float | torch.Tensor = 1.0,
+    bias_V: torch.Tensor | None = None,
     entropy: bool = True,
-    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    budget_bytes: int = head.DEFAULT_BUDGET_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores of every response token, in the caller's order of samples; differentiable in hidden states and weight.
+    """Score each response token by the hidden state before it, once for all samples that share it.
 
-    A row that ends a shared node predicts several tokens; it is taken once for each.
+    Only rows that predict a response token are multiplied; the row in front of a branch scores the first token of each branch.
+    Labels of one row with different temperatures are scored as separate rows.
 
     Args:
-        hidden_TD: Last hidden states of the packed row, ``[T, D]``.
+        hidden_TD: Last hidden states of the packed tokens, ``[T, D]``.
         weight_VD: The output layer's weight, ``[V, D]``, of the same type.
-        forest: What the packed row holds.
-        temperature: Divides the logits: a positive number, or one per response token ``[R]``.
-        entropy: Whether entropies are wanted.
-        budget_bytes: Most bytes of temporaries (see :mod:`arctic_kernels.head`).
+        forest: The samples.
+        temperature: A positive number, or one for each response token in the order of samples, ``[R]``.
+        bias_V: The output layer's bias.
+        entropy: Whether to compute entropies.
+        scale: Multiplies the logits, before soft-capping.
+        softcap: Bounds the logits smoothly.
+        budget_bytes: Most bytes of temporaries.
 
     Returns:
-        Log-probs ``[R]`` and entropies ``[R]`` (or ``None``), in nats, float32, or float64 for float64 weights.
+        Log-probs ``[R]`` and, where asked for, entropies ``[R]``, in nats, in the caller's order of samples.
 
     Raises:
-        ZorroError: The hidden states are not those of the forest.
-        ValueError: What :func:`arctic_kernels.head.linear_logprob_entropy` refuses.
+        ZorroError: The hidden states are not those of the forest's tokens.
+        ValueError: As :func:`arctic_kernels.head.linear_logprob_entropy`.
     """
-    if hidden_TD.dim() != 2 or hidden_TD.shape[0] != forest.num_tokens:
-        raise ZorroError(f"hidden states {tuple(hidden_TD.shape)} for a forest of {forest.num_tokens} tokens: give [T, D]")
-    rows_R = forest.rows_P[forest.row_of_R]
-    output = score(
-        hidden_TD[rows_R], weight_VD, forest.labels_R, temperature=temperature, entropy=entropy, budget_bytes=budget_bytes
+    tokens = forest.token_ids.numel()
+    if hidden_TD.dim() != 2 or len(hidden_TD) != tokens:
+        raise ZorroError(
+            f"hidden states have shape {tuple(hidden_TD.shape)}, the forest has {tokens} tokens: give [tokens, hidden size], "
+            "without a batch dimension"
+        )
+    output = head.linear_logprob_entropy(
+        hidden_TD,
+        weight_VD,
+        forest.labels_R,
+        rows_R=forest.rows_P[forest.row_of_R],
+        temperature=temperature,
+        bias_V=bias_V,
+        entropy=entropy,
+        scale=scale,
+        softcap=softcap,
+        budget_bytes=budget_bytes,
     )
     return output.logprobs_R, output.entropy_R
