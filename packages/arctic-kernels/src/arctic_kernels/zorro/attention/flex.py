@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from arctic_kernels.zorro.attention.kernels import Inputs
 
@@ -39,16 +39,16 @@ def attention(
     q, k, _ = inputs
     function = _compiled() if q.is_cuda else flex_attention
     heads = (x.transpose(0, 1)[None] for x in inputs)
-    out, lse = function(
+    out, statistics = function(
         *heads,
         score_mod=None if softcap is None else _soft_cap(softcap),
         block_mask=block_mask(forest, window),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_lse=True,
+        return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:
-        out = out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])[..., None].to(out.dtype)
+        out = out * torch.sigmoid(statistics.lse - sinks.to(statistics.lse.dtype)[:, None])[..., None].to(out.dtype)
     return out[0].transpose(0, 1)
 
 
