@@ -77,7 +77,7 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Attention on packed forests on one GPU.")
     parser.add_argument("--cases", nargs="+", default=["A", "B'", "C", "short"], choices=CASES)
     parser.add_argument("--heads", type=int, nargs=3, default=(32, 8, 128), metavar=("H", "K", "D"))
     parser.add_argument("--rounds", type=int, default=7)
@@ -216,7 +216,9 @@ def varlen(kernel: str) -> Callable[..., torch.Tensor]:
         from torch.nn.attention.varlen import varlen_attn
 
         def flash(*arguments: Any) -> torch.Tensor:
-            return varlen_attn(*arguments, **causal())
+            out = varlen_attn(*arguments, **causal())
+            assert isinstance(out, torch.Tensor)
+            return out
 
         return flash
     from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
@@ -248,7 +250,7 @@ def reference(
     index = slice_rows(forest, shape)
     q, k, v, dout = (x[index, : max(1, x.shape[1] // heads.key)].double() for x in packed)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = forest_attention(*leaves, small, backend="eager", plan="split")
+    out = forest_attention(leaves[0], leaves[1], leaves[2], small, backend="eager", plan="split")
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

@@ -131,10 +131,10 @@ class Case:
         if options.get("backend") == "flex" and device == "cpu":
             leaves = [x.to(dtype) for x in self.leaves]
             sinks = leaves[3] if len(leaves) > 3 else None
-            return [forest_attention(*leaves[:3], self.forest, sinks_H=sinks, **options).double()]
+            return [forest_attention(leaves[0], leaves[1], leaves[2], self.forest, sinks_H=sinks, **options).double()]
         leaves = [x.to(device, dtype).requires_grad_() for x in self.leaves]
         sinks = leaves[3] if len(leaves) > 3 else None
-        out = forest_attention(*leaves[:3], self.forest, sinks_H=sinks, **options)
+        out = forest_attention(leaves[0], leaves[1], leaves[2], self.forest, sinks_H=sinks, **options)
         assert out.dtype == dtype
         gradients = torch.autograd.grad((out * self.weights.to(device, dtype)).sum(), leaves)
         assert [x.dtype for x in gradients] == [dtype] * len(leaves)

@@ -48,6 +48,7 @@ def attention(
         return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:
+        assert statistics.lse is not None  # asked for above
         out = out * torch.sigmoid(statistics.lse - sinks.to(statistics.lse.dtype)[:, None])[..., None].to(out.dtype)
     return out[0].transpose(0, 1)
 
