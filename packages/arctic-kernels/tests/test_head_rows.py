@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from arctic_kernels.head import linear_logprob_entropy
 from arctic_kernels.head_layer import Layer
 from arctic_kernels.zorro import head as forest_head
 from arctic_kernels.zorro.errors import ZorroError
+from arctic_kernels.zorro.forest import PackedForest
 
 DEVICES = [
     "cpu",
@@ -182,21 +182,13 @@ def test_memory_stays_within_the_budget() -> None:
     assert peak <= budget + 4 * (hidden_rows + vocabulary) * width + 200 * len(rows)
 
 
-@dataclass(frozen=True)
-class Forest:
-    """What the head takes of a forest: a prompt of two tokens with two responses, ``[5, 6]`` and ``[7]``."""
-
-    token_ids: torch.Tensor
-    rows_P: torch.Tensor
-    row_of_R: torch.Tensor
-    labels_R: torch.Tensor
-
-
-def small_forest() -> Any:
-    return Forest(torch.tensor([[1, 2, 5, 6, 7]]), torch.tensor([1, 2]), torch.tensor([0, 1, 0]), torch.tensor([5, 6, 7]))
+def small_forest() -> PackedForest:
+    """A prompt of two tokens with the responses ``[5, 6]`` and ``[7]``; packed 1, 2, 5, 6, 7."""
+    return PackedForest.from_sequences([[1, 2, 5, 6], [1, 2, 7]], [2, 2], min_shared_tokens=1)
 
 
 def test_the_row_before_a_branch_scores_the_first_token_of_each() -> None:
+    assert small_forest().token_ids.tolist() == [[1, 2, 5, 6, 7]]
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(5, 4, generator=g).double(), torch.randn(9, 4, generator=g).double()
     temperature = torch.tensor([0.5, 1.0, 2.0]).double()
