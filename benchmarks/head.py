@@ -2,9 +2,10 @@
 
     .nox/cpu/bin/python benchmarks/head.py [--rows N ...] [--vocabulary N] [--hidden N] [--budget-mib N] [--device cpu|cuda] ...
 
-"Chunked" is the head as it is called, "torch" the same without Triton kernels. "Plain" is torch as one would write it: a matrix
-product, ``log_softmax`` in float32, autograd. Rounds alternate, so that a busy moment of the machine meets all. Prints the
-median seconds with the spread, and two peaks of memory beyond what was there before: of all, and without outputs and gradients.
+"Chunked" is the head as it is called, "triton" the same in tiles with Triton kernels. "Plain" is torch as one would write it:
+a matrix product, ``log_softmax`` in float32, autograd. Rounds alternate, so that a busy moment of the machine meets all.
+Prints the median seconds with the spread, and two peaks of memory beyond what was there before: of all, and without outputs
+and gradients.
 
 TFLOP/s count ``2 · rows · vocabulary · hidden`` for each product: three for value and gradient (logits, gradients of hidden
 states and weight), and four where the logits are made twice, the work that is really done; with ``--value`` one.
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--budget-mib", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ways", nargs="+", choices=("chunked", "torch", "plain"), default=["chunked", "plain"])
+    parser.add_argument("--ways", nargs="+", choices=("chunked", "triton", "plain"), default=["chunked", "plain"])
     parser.add_argument("--value", action="store_true", help="no gradient")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -59,7 +60,7 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, Any]:
     hidden, weight = tensor(rows, options.hidden), tensor(options.vocabulary, options.hidden)
     labels = torch.randint(0, options.vocabulary, (rows,), generator=generator, device=options.device)
 
-    def chunked(backend: str = "auto") -> None:
+    def chunked(backend: str = "torch") -> None:
         output = linear_logprob_entropy(hidden, weight, labels, budget_bytes=options.budget_mib * 2**20, backend=backend)
         backward(output.logprobs_R, output.entropy_R)
 
@@ -74,7 +75,7 @@ def measure(rows: int, options: argparse.Namespace) -> dict[str, Any]:
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
         hidden.grad = weight.grad = None
 
-    ways = {"chunked": chunked, "torch": lambda: chunked("torch"), "plain": plain}
+    ways = {"chunked": chunked, "triton": lambda: chunked("triton"), "plain": plain}
     runs = {name: ways[name] for name in options.ways}
     peaks = {name: peak_bytes(run, options.device) for name, run in runs.items()}  # warms up too
     seconds: dict[str, list[float]] = {name: [] for name in runs}

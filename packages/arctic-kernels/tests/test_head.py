@@ -355,3 +355,19 @@ def test_memory_stays_within_the_budget(
     assert 2 * budget < rows * vocabulary * dtype.itemsize
     outside = vocabulary * width * (4 + dtype.itemsize) + 100 * rows
     assert peak_bytes(work) <= budget + outside
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["most likely", "given"])
+def test_candidates_count_in_the_budget(given: bool) -> None:
+    rows, vocabulary, budget = 128, 20_000, 2**21
+    hidden, weight = torch.randn(rows, 4), torch.randn(vocabulary, 4)
+    labels = torch.zeros(rows, dtype=torch.long)
+    ids = torch.arange(vocabulary).repeat(rows, 1)
+
+    @torch.no_grad()
+    def work() -> HeadOutput:
+        wanted: dict[str, Any] = {"ids_RK": ids} if given else {"topk": vocabulary}
+        return linear_logprob_entropy(hidden, weight, labels, budget_bytes=budget, **wanted)
+
+    outputs = rows * vocabulary * 12 + 200 * rows  # log-probs in float32, ids in int64
+    assert peak_bytes(work) <= budget + outputs

@@ -6,7 +6,6 @@ Suffix legend: as in :mod:`arctic_kernels.zorro.attention.kernels`.
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,9 @@ from hypothesis import strategies as st
 from arctic_kernels.zorro.attention import available_backends, choose_backend, choose_plan, forest_attention
 from arctic_kernels.zorro.attention.choice import VARIABLE
 from arctic_kernels.zorro.attention.merge import merge_torch_, sum_copies
+from arctic_kernels.zorro.discovery import Runs
 from arctic_kernels.zorro.errors import UnsupportedAttentionError, ZorroError
+from arctic_kernels.zorro.forest import PackedForest, _pack
 
 FORESTS: dict[str, list[tuple[int, int]]] = {  # (parent, tokens) of each node, in level order
     "one sample": [(-1, 5)],
@@ -30,91 +31,31 @@ FORESTS: dict[str, list[tuple[int, int]]] = {  # (parent, tokens) of each node, 
 }
 
 
-def build(nodes: list[tuple[int, int]], device: str = "cpu") -> Any:
-    """A forest as attention sees it, straight from the contract."""
+def build(nodes: list[tuple[int, int]], device: str = "cpu") -> PackedForest:
+    """The forest of exactly these nodes, with a sample for each path to a leaf."""
     parents, lengths = np.array(nodes, dtype=np.int64).T
-    offsets = np.concatenate([[0], lengths.cumsum()])
-    levels, starts = np.zeros_like(parents), np.zeros_like(parents)
-    for n, parent in enumerate(parents):
-        if parent >= 0:
-            levels[n], starts[n] = levels[parent] + 1, starts[parent] + lengths[parent]
-    structure = SimpleNamespace(offsets_N1=offsets, parents_N=parents, levels_N=levels, starts_N=starts)
-    tokens = int(offsets[-1])
-    positions = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
-    forest = SimpleNamespace(
-        structure=structure,
-        num_tokens=tokens,
-        naive_tokens=10**6,
-        token_ids=torch.zeros(1, tokens, dtype=torch.int64, device=device),
-        position_ids=torch.from_numpy(positions)[None].to(device),
-        cu_nodes=torch.tensor(offsets, dtype=torch.int32, device=device),
-        max_node=int(lengths.max()),
-        ancestors=tuple(ancestor_parts(structure, lengths, device)),
+    paths = [np.array(path(parents, node)) for node in range(len(nodes)) if node not in parents]
+    samples = [np.repeat(nodes_on_it, lengths[nodes_on_it]) for nodes_on_it in paths]  # a node's tokens are its number
+    runs = Runs(
+        parents_N=parents,
+        ends_N=np.array([lengths[path(parents, node)].sum() for node in range(len(nodes))]),
+        sources_N=np.array([next(b for b, x in enumerate(paths) if node in x) for node in range(len(nodes))]),
+        nodes_B=np.array([x[-1] for x in paths]),
     )
-    windows: dict[int, Any] = {}
-    forest.window = lambda size: windows.setdefault(size, window_part(structure, lengths, size, device))
-    return forest_class(forest)
+    sizes = np.array([len(sample) for sample in samples])
+    return _pack(np.concatenate(samples), runs, sizes, np.ones_like(sizes), torch.device(device))
 
 
-class forest_class:
-    def __init__(self, fields: SimpleNamespace) -> None:
-        self.__dict__.update(vars(fields))
-
-
-def path(structure: Any, node: int) -> list[int]:
+def path(parents: np.ndarray, node: int) -> list[int]:
     """The node and its ancestors, root first."""
-    return [*path(structure, structure.parents_N[node]), node] if node >= 0 else []
-
-
-def path_rows(structure: Any, node: int) -> np.ndarray:
-    return np.concatenate([np.arange(*structure.offsets_N1[n : n + 2]) for n in path(structure, node)])
-
-
-def ancestor_parts(structure: Any, lengths: np.ndarray, device: str) -> list[Any]:
-    parts = []
-    for query_level, key_level in ((d, a) for d in range(1, max(structure.levels_N) + 1) for a in range(d)):
-        queries = np.flatnonzero(structure.levels_N == query_level)
-        above = np.array([path(structure, n)[key_level] for n in queries])
-        keys = np.arange(above.min(), above.max() + 1)
-        q_lengths = [int(lengths[queries[above == key]].sum()) for key in keys]
-        cu_q, cu_k = np.cumsum([0, *q_lengths]), np.cumsum([0, *lengths[keys]])
-        queried = np.repeat(np.array(q_lengths) > 0, lengths[keys])
-        parts.append(
-            SimpleNamespace(
-                q_start=int(structure.offsets_N1[queries[0]]),
-                q_stop=int(structure.offsets_N1[queries[-1] + 1]),
-                k_start=int(structure.offsets_N1[keys[0]]),
-                k_stop=int(structure.offsets_N1[keys[-1] + 1]),
-                cu_q=torch.tensor(cu_q, dtype=torch.int32, device=device),
-                cu_k=torch.tensor(cu_k, dtype=torch.int32, device=device),
-                max_q=max(q_lengths),
-                max_k=int(lengths[keys].max()),
-                queried_k=None if queried.all() else torch.from_numpy(queried).to(device),
-            )
-        )
-    return parts
-
-
-def window_part(structure: Any, lengths: np.ndarray, size: int, device: str) -> Any:
-    gathers = []
-    for node in range(len(lengths)):
-        rows = path_rows(structure, node)
-        gathers.append(rows[max(0, len(rows) - lengths[node] - (size - 1)) :])
-    sizes = [len(rows) for rows in gathers]
-    return SimpleNamespace(
-        gather_G=torch.from_numpy(np.concatenate(gathers)).to(device),
-        cu_q=torch.tensor(structure.offsets_N1, dtype=torch.int32, device=device),
-        cu_k=torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int32, device=device),
-        max_q=int(lengths.max()),
-        max_k=max(sizes),
-    )
+    return [*path(parents, parents[node]), node] if node >= 0 else []
 
 
 class Case:
     """Random inputs and the weights of a scalar made of the output."""
 
     def __init__(
-        self, forest: Any, heads: int = 4, kv_heads: int = 2, size: int = 8, sinks: bool = False, seed: int = 0
+        self, forest: PackedForest, heads: int = 4, kv_heads: int = 2, size: int = 8, sinks: bool = False, seed: int = 0
     ) -> None:
         g = torch.Generator().manual_seed(seed)
 
@@ -149,7 +90,7 @@ class Case:
         out: list[torch.Tensor] = []
         for node in range(len(structure.parents_N)):
             rows = torch.from_numpy(
-                np.concatenate([np.arange(*structure.offsets_N1[n : n + 2]) for n in path(structure, node)])
+                np.concatenate([np.arange(*structure.offsets_N1[n : n + 2]) for n in path(structure.parents_N, node)])
             )
             own = int(structure.offsets_N1[node + 1] - structure.offsets_N1[node])
             out.append(naive(q[rows], k[rows], v[rows], leaves[3] if len(leaves) > 3 else None, **options)[-own:])

@@ -63,7 +63,7 @@ def linear_logprob_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
-    backend: str = "auto",
+    backend: str = "torch",
 ) -> HeadOutput:
     """Score labels by a linear output layer without ever holding all logits.
 
@@ -84,8 +84,8 @@ def linear_logprob_entropy(
         scale: Multiplies the logits, before soft-capping.
         softcap: Bounds the logits smoothly to ±``softcap`` (Gemma Team, 2024); ``None`` does not.
         budget_bytes: Most bytes of temporaries (see the module).
-        backend: ``"torch"``, ``"triton"`` (:mod:`arctic_kernels.head_fused`: bfloat16 on a GPU, neither bias nor ``topk``), or
-            ``"auto"``: the second where it can be used.
+        backend: ``"torch"``, or ``"triton"`` (:mod:`arctic_kernels.head_fused`: bfloat16 on a GPU, neither bias nor ``topk``),
+            which has passed its tests in Triton's interpreter and not yet on a GPU.
 
     Raises:
         ValueError: Shapes or types do not fit together, or an argument is out of range.
@@ -278,7 +278,7 @@ class _LogitsHead(torch.autograd.Function):
     def forward(ctx: Any, logits_RV: torch.Tensor, ids_RJ: torch.Tensor, rows: Rows, plan: Plan) -> tuple[torch.Tensor, ...]:
         dtype = wide(logits_RV.dtype)
         values = _Values(ids_RJ, rows, dtype, plan)
-        for part in plan.chunks(len(logits_RV), logits_RV.shape[1], logits_RV.dtype):
+        for part in plan.chunks(len(logits_RV), logits_RV.shape[1], logits_RV.dtype, ids=ids_RJ.shape[1]):
             values.fill(part, _to_z(logits_RV[part].to(dtype, copy=True), rows.temperatures_S[part], plan)[0])
         _save(ctx, values, logits_RV)
         return values.outputs()
@@ -289,7 +289,7 @@ class _LogitsHead(torch.autograd.Function):
         *saved, logits_RV = ctx.saved_tensors
         gradients = _Gradients(saved, ctx.rows, grads, ctx.plan)
         grad_RV = torch.empty_like(logits_RV)
-        for part in ctx.plan.chunks(len(logits_RV), logits_RV.shape[1], logits_RV.dtype):
+        for part in ctx.plan.chunks(len(logits_RV), logits_RV.shape[1], logits_RV.dtype, ids=saved[0].shape[1]):
             grad_RV[part] = gradients.of(part, logits_RV[part].to(wide(logits_RV.dtype), copy=True))
         return grad_RV, None, None, None
 
@@ -311,7 +311,7 @@ class _LinearHead(torch.autograd.Function):
             values.logprobs_RJ, values.entropy_S, values.lse_S = fused
             _save(ctx, values, hidden_PD, weight_VD, bias_V)
             return values.outputs()
-        for part in layer.chunks(rows):
+        for part in layer.chunks(rows, ids_RJ.shape[1]):
             values.fill(part, _to_z(layer.logits(rows.gather(hidden_PD, part)), rows.temperatures_S[part], plan)[0])
         _save(ctx, values, hidden_PD, weight_VD, bias_V)
         return values.outputs()
@@ -332,7 +332,7 @@ class _LinearHead(torch.autograd.Function):
         grad_PD = rows.new_gradient(hidden_PD) if wants_hidden else None
         grad_VD = torch.zeros_like(weight_VD, dtype=layer.dtype) if wants_weight else None
         grad_V = torch.zeros_like(bias_V, dtype=layer.dtype) if wants_bias and bias_V is not None else None
-        for part in layer.chunks(rows):
+        for part in layer.chunks(rows, saved[0].shape[1]):
             hidden_CD = rows.gather(hidden_PD, part)
             grad_CD = None if grad_PD is None else torch.empty_like(hidden_CD)
             # No name for the gradient of a chunk's logits: it must be gone when the next chunk comes.

@@ -98,8 +98,8 @@ def choose(backend: str, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, t
     Raises:
         ValueError: No such backend, or it cannot compute this.
     """
-    if backend not in {"auto", "torch", "triton"}:
-        raise ValueError(f"backend {backend!r} is none of auto, torch, triton")
+    if backend not in {"torch", "triton"}:
+        raise ValueError(f"backend {backend!r} is none of torch, triton")
     if backend == "torch":
         return False
     lacks = [
@@ -113,9 +113,9 @@ def choose(backend: str, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, t
         )
         if missing
     ]
-    if lacks and backend == "triton":
-        raise ValueError(f"backend 'triton' needs {', '.join(lacks)}; use backend 'auto' or 'torch'")
-    return not lacks
+    if lacks:
+        raise ValueError(f"backend 'triton' needs {', '.join(lacks)}; use backend 'torch'")
+    return True
 
 
 def triton_kernels() -> Kernels:

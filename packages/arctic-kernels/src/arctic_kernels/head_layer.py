@@ -25,11 +25,12 @@ class Layer:
         self.same = weight_VD.dtype == self.dtype
         self.mixed = not self.same and weight_VD.is_cuda
 
-    def chunks(self, rows: Rows) -> list[slice]:
+    def chunks(self, rows: Rows, ids: int) -> list[slice]:
+        """Chunks of rows that score ``ids`` tokens for each label."""
         share = 1.0 if self.same or self.mixed else 0.5
         vocabulary, width = self.weight_VD.shape
         extra = 0 if rows.hidden_S is None else 2 * width * self.dtype.itemsize  # hidden states and their gradient, gathered
-        return self.plan.chunks(len(rows), vocabulary, self.weight_VD.dtype, share, extra)
+        return self.plan.chunks(len(rows), vocabulary, self.weight_VD.dtype, ids=ids, share=share, extra=extra)
 
     def _blocks(self, rows: int) -> list[slice]:
         vocabulary, width = self.weight_VD.shape

@@ -19,7 +19,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def bytes_per_row(vocabulary: int, dtype: torch.dtype, *, softcap: bool = False) -> int:
-    """Bytes of temporaries that one row takes, in value or gradient, for weights of type ``dtype``."""
+    """Bytes of temporaries that the logits of one row take, in value or gradient, for weights of type ``dtype``."""
     buffers = 3 if softcap else 2  # z and p; the slope of the soft-capping
     rounded = 0 if dtype == wide(dtype) else dtype.itemsize  # the gradient of a chunk's logits, for a product
     return vocabulary * (buffers * wide(dtype).itemsize + rounded + 1)  # 1: where z is −inf
@@ -37,9 +37,12 @@ class Plan:
     fused: bool = False
     """Whether to compute in tiles (:mod:`arctic_kernels.head_fused`)."""
 
-    def chunks(self, rows: int, vocabulary: int, dtype: torch.dtype, share: float = 1.0, extra: int = 0) -> list[slice]:
-        """Rows in chunks whose temporaries, and ``extra`` bytes a row, fit into this share of the budget."""
-        need = bytes_per_row(vocabulary, dtype, softcap=self.softcap is not None) + extra
+    def chunks(
+        self, rows: int, vocabulary: int, dtype: torch.dtype, *, ids: int = 1, share: float = 1.0, extra: int = 0
+    ) -> list[slice]:
+        """Rows in chunks whose temporaries fit into this share of the budget, with ``ids`` labels and ``extra`` bytes a row."""
+        picked = max(ids, self.topk) * (8 + 2 * wide(dtype).itemsize)  # places, logits and log-probs of labels and candidates
+        need = bytes_per_row(vocabulary, dtype, softcap=self.softcap is not None) + picked + extra
         size = max(1, int(self.budget_bytes * share) // max(1, need))
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -95,6 +96,14 @@ class WindowPart:
     """Offsets of queries on ``T`` and of keys in ``gather_G``, int32 ``[N + 1]``."""
     max_q: int
     max_k: int
+    tokens: int
+    """Packed tokens ``T``."""
+
+    @cached_property
+    def copies(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Order of ``gather_G`` by row, ``[G]``, and where each row's copies begin therein, ``[T + 1]``; no host sync."""
+        rows_G, order_G = torch.sort(self.gather_G, stable=True)
+        return order_G, torch.searchsorted(rows_G, torch.arange(self.tokens + 1, device=rows_G.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +262,13 @@ class PackedForest:
             cu_k = tables.add(np.concatenate([[0], np.cumsum(counts_N)]))
             moved = tables.upload([])
             self._windows[window] = WindowPart(
-                window, moved.spread(starts, counts), self.cu_nodes, moved.ints(cu_k), self.max_node, int(counts_N.max())
+                window=window,
+                gather_G=moved.spread(starts, counts),
+                cu_q=self.cu_nodes,
+                cu_k=moved.ints(cu_k),
+                max_q=self.max_node,
+                max_k=int(counts_N.max()),
+                tokens=self.num_tokens,
             )
         return self._windows[window]
 

@@ -38,7 +38,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class BackendRow:
-    """A row of the table that ``arctic doctor`` prints."""
+    """A backend, whether this machine can run it, and its version or what is missing."""
 
     backend: str
     available: bool

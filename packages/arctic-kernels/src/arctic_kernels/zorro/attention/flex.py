@@ -8,9 +8,9 @@ ancestor of it exactly if ``enter[a] <= enter[n] < leave[a]``.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -53,16 +53,15 @@ def attention(
     return out[0].transpose(0, 1)
 
 
-_MASKS: dict[tuple[int, int | None], BlockMask] = {}
+_MASKS: WeakKeyDictionary[PackedForest, dict[int | None, BlockMask]] = WeakKeyDictionary()
 
 
 def block_mask(forest: PackedForest, window: int | None = None) -> BlockMask:
     """The forest's mask in blocks of 128 × 128, built once for each forest and window from its nodes, not from its tokens."""
-    key = id(forest), window
-    if key not in _MASKS:
-        _MASKS[key] = _build(forest, window)
-        weakref.finalize(forest, _MASKS.pop, key, None)
-    return _MASKS[key]
+    masks = _MASKS.setdefault(forest, {})
+    if window not in masks:
+        masks[window] = _build(forest, window)
+    return masks[window]
 
 
 def _build(forest: PackedForest, window: int | None) -> BlockMask:

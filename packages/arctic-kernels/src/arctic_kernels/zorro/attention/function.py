@@ -10,7 +10,6 @@ A sliding window takes the second plan, with a path no longer than the window.
 from __future__ import annotations
 
 import itertools
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -189,26 +188,12 @@ def _gather_backward(
     call = options.call(part.cu_q, part.cu_k, part.max_q, part.max_k, causal=True)
     copied = Inputs(inputs.q, inputs.k[part.gather_G], inputs.v[part.gather_G])
     dq, dk, dv = options.kernel.backward(dout, copied, *result, call)
-    order, starts = _copies_of_rows(part, len(inputs.q))
+    order, starts = part.copies
     return Inputs(dq, sum_copies(dk, part.gather_G, order, starts), sum_copies(dv, part.gather_G, order, starts))
 
 
 def _path(forest: PackedForest, options: _Options) -> WindowPart:
     return forest.window(forest.naive_tokens + 1 if options.window is None else options.window)
-
-
-_COPIES: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-
-def _copies_of_rows(part: WindowPart, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order of the copies by row, and where each row's copies begin; computed once for a forest, without a host sync."""
-    key = id(part.gather_G)
-    if key not in _COPIES:
-        rows, order = torch.sort(part.gather_G, stable=True)
-        starts = torch.searchsorted(rows, torch.arange(tokens + 1, device=rows.device))
-        _COPIES[key] = order, starts
-        weakref.finalize(part.gather_G, _COPIES.pop, key, None)
-    return _COPIES[key]
 
 
 def _check(inputs: Inputs, sinks: torch.Tensor | None, forest: PackedForest, window: int | None) -> None:
