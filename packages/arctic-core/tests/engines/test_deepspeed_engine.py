@@ -46,14 +46,17 @@ def oracle(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 class Workers:
-    """Processes, each of which runs one rank at a time."""
+    """Processes, each of which runs one rank at a time; new ones after a failure, which may have left a rank waiting."""
 
     def __init__(self, directory: Path, world_size: int) -> None:
-        address = str(directory / "socket")
-        command = [sys.executable, worker.__file__, address]
-        with Listener(address, authkey=worker.AUTHKEY) as listener:
-            self._processes = [subprocess.Popen([*command, str(rank)]) for rank in range(world_size)]
-            connections = [listener.accept() for _ in range(world_size)]
+        self._address, self._world_size = str(directory / "socket"), world_size
+        self._launch()
+
+    def _launch(self) -> None:
+        command = [sys.executable, worker.__file__, self._address]
+        with Listener(self._address, authkey=worker.AUTHKEY) as listener:
+            self._processes = [subprocess.Popen([*command, str(rank)]) for rank in range(self._world_size)]
+            connections = [listener.accept() for _ in range(self._world_size)]
         self._connections: dict[int, Connection] = {c.recv(): c for c in connections}
 
     def start(self, function: str, case: Case, folder: Path) -> None:
@@ -67,7 +70,12 @@ class Workers:
     def run(self, function: str, case: Case, folder: Path) -> list[dict[str, Any]]:
         """The same, with the answers; fails with the traceback of the first rank that failed."""
         self.start(function, case, folder)
-        return [self.answer(rank) for rank in range(case.world_size)]
+        try:
+            return [self.answer(rank) for rank in range(case.world_size)]
+        except pytest.fail.Exception:
+            self.close()
+            self._launch()
+            raise
 
     def answer(self, rank: int) -> Any:
         if not self._connections[rank].poll(DEADLINE):
