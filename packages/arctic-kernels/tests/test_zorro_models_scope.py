@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from arctic_kernels.zorro.attention.eager import EagerKernel
 from arctic_kernels.zorro.errors import UnsupportedLayerError, ZorroError
 from arctic_kernels.zorro.forest import PackedForest
 from arctic_kernels.zorro.hf import FOREST_ATTENTION, check_model, use_forest
@@ -100,6 +101,46 @@ def test_gradients_with_checkpointing_are_the_same_when_backward_comes_after_the
     assert plain.keys() == recomputed.keys()
     for name, grad in plain.items():
         torch.testing.assert_close(recomputed[name], grad, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def scored(model: nn.Module, forest: PackedForest, *, keep: bool) -> torch.Tensor:
+    """A loss whose gradients reach every parameter."""
+    with use_forest(model, forest, "eager", keep_attention=keep):
+        return model(input_ids=forest.token_ids).logits.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "qwen3_next"])
+def test_kept_attention_is_computed_once_and_changes_no_gradient(
+    family: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    compute = EagerKernel.forward
+    monkeypatch.setattr(EagerKernel, "forward", lambda *args: calls.append(1) or compute(*args))
+    model, forest = tiny_model(family), a_forest(3, seed=3)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    counts, found = [], []
+    for keep in (False, True):
+        calls.clear()
+        model.zero_grad(set_to_none=True)
+        scored(model, forest, keep=keep).backward()
+        counts.append(len(calls))
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert counts[0] == 2 * counts[1] > 0
+    for kept, computed in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(kept, computed, rtol=0, atol=0)
+
+
+def test_kept_attention_may_be_differentiated_again_and_belongs_to_one_forward_pass() -> None:
+    model, forest = tiny_model("qwen3"), a_forest(3, seed=3)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    first, second = scored(model, forest, keep=True), scored(model, forest, keep=True)
+    parameter = model.model.layers[0].self_attn.q_proj.weight
+    once = torch.autograd.grad(first, parameter, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(first, parameter)[0], once, rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(second, parameter)[0], once, rtol=0, atol=0)
 
 
 def test_layers_in_torchs_checkpoint_wrapper_are_recomputed_on_the_forest() -> None:

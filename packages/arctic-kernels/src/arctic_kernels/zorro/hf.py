@@ -9,7 +9,7 @@ runs in the same state, also when ``backward`` is called after the block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from arctic_kernels.zorro.attention.function import Tape
 from arctic_kernels.zorro.errors import UnsupportedLayerError, ZorroError
 from arctic_kernels.zorro.hf_delta import DeltaPlan, delta_forward
 from arctic_kernels.zorro.hf_layers import ForestLayers, checkpoint_slots, find_layers, layer_type
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from arctic_kernels.zorro.forest import PackedForest
 
 FOREST_ATTENTION = "arctic_forest"
-FOREST, BACKEND = "forest", "forest_backend"  # keyword arguments of the model's forward
+FOREST, BACKEND, SCOPE = "forest", "forest_backend", "forest_scope"  # keyword arguments of the model's forward
 UNSUPPORTED_ARGUMENTS = ("position_bias", "alibi", "head_mask")
 
 
@@ -45,7 +46,9 @@ def check_model(model: nn.Module) -> None:
 
 
 @contextmanager
-def use_forest(model: nn.Module, forest: PackedForest, backend: str = "auto") -> Iterator[None]:
+def use_forest(
+    model: nn.Module, forest: PackedForest, backend: str = "auto", *, keep_attention: bool = False
+) -> Iterator[None]:
     """Run ``model`` on ``forest`` inside the block.
 
     Call the model on ``forest.token_ids`` [1, T] (or embeddings of them); ``position_ids`` are the forest's unless others are
@@ -55,13 +58,16 @@ def use_forest(model: nn.Module, forest: PackedForest, backend: str = "auto") ->
         model: A transformers model, or a module that holds one (PEFT, DDP, a scoring module).
         forest: On the model's device.
         backend: Backend of :func:`arctic_kernels.zorro.forest_attention`.
+        keep_attention: Where layers are checkpointed, keep their attention's output ``[T, heads, head dim]`` instead of
+            computing it again: less time for more memory. The backend ``flex`` always computes again.
 
     Raises:
         UnsupportedLayerError: The model has a layer that cannot run on a forest.
     """
     check_model(model)
     layers = find_layers(model)
-    scope = _Scope(layers, forest, backend, {x: DeltaPlan.build(forest, x) for x in _kernel_sizes(layers)})
+    plans = {x: DeltaPlan.build(forest, x) for x in _kernel_sizes(layers)}
+    scope = _Scope(layers, forest, backend, plans, keep_attention)
     with ExitStack() as stack:
         for x in layers.models:
             # In front of the hooks of outer blocks, which leave a call alone that has a forest.
@@ -100,7 +106,7 @@ def forest_attention_forward(  # noqa: PLR0917 - the signature is transformers'
         sliding_window: Keys that a query sees, itself included; None for all.
         softcap: Scores become ``softcap * tanh(scores / softcap)``.
         s_aux: [heads] attention sinks.
-        **kwargs: ``forest`` and ``forest_backend``, and what else the model passes along.
+        **kwargs: ``forest``, ``forest_backend`` and ``forest_scope``, and what else the model passes along.
 
     Returns:
         The output [1, T, heads, value dim], and None for the attention weights.
@@ -119,6 +125,7 @@ def forest_attention_forward(  # noqa: PLR0917 - the signature is transformers'
         raise ZorroError(
             f"queries are [batch, heads, T, dim] = {tuple(query.shape)}; this forest is [1, ., {forest.num_tokens}, .]"
         )
+    scope = kwargs.get(SCOPE)
     narrower = query.shape[-1] - value.shape[-1]
     if narrower > 0:  # latent attention; backends take one head dim, and columns of zeros change nothing
         value = functional.pad(value, (0, narrower))
@@ -132,6 +139,7 @@ def forest_attention_forward(  # noqa: PLR0917 - the signature is transformers'
         window=sliding_window,
         softcap=softcap,
         sinks_H=s_aux,
+        tape=None if scope is None else scope.tape,
     )
     return out_THD[..., : query.shape[-1] - max(narrower, 0)].unsqueeze(0), None
 
@@ -168,6 +176,9 @@ class _Scope:
     forest: PackedForest
     backend: str
     plans: dict[int, DeltaPlan] = field(repr=False)
+    keep_attention: bool = False
+    tape: Tape | None = None
+    """Of the checkpointed layer that is being computed."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -200,7 +211,7 @@ class _Scope:
                 raise ZorroError(f"{name} was called with {argument} under use_forest; a forest has no padding and no cache")
         if kwargs.get("use_cache"):
             raise ZorroError(f"{name} was called with use_cache=True under use_forest; set it to False or leave it out")
-        added: dict[str, Any] = {FOREST: self.forest, BACKEND: self.backend, "use_cache": False}
+        added: dict[str, Any] = {FOREST: self.forest, BACKEND: self.backend, SCOPE: self, "use_cache": False}
         if kwargs.get("position_ids") is None:
             added["position_ids"] = self.forest.position_ids
         return args, {**kwargs, **added}
@@ -217,14 +228,21 @@ class _Checkpoint:
         return self.original(_Recomputed(self.scope, function), *args, **kwargs)
 
 
-@dataclass(frozen=True)
 class _Recomputed:
-    scope: _Scope
-    function: Callable[..., Any]
+    """What a checkpoint calls in the forward pass and again in the backward pass."""
+
+    def __init__(self, scope: _Scope, function: Callable[..., Any]) -> None:
+        self._scope, self._function = scope, function
+        self._tape = Tape() if scope.keep_attention else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.scope.installed():
-            return self.function(*args, **kwargs)
+        scope, outer = self._scope, self._scope.tape
+        with scope.installed(), nullcontext() if self._tape is None else self._tape.one_pass():
+            scope.tape = self._tape
+            try:
+                return self._function(*args, **kwargs)
+            finally:
+                scope.tape = outer
 
 
 def _bind(function: Callable[..., Any], module: nn.Module, plan: DeltaPlan) -> Callable[..., Any]:

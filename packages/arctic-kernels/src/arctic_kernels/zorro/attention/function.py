@@ -10,6 +10,9 @@ A sliding window takes the second plan, with a path no longer than the window.
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -25,7 +28,7 @@ from arctic_kernels.zorro.errors import ZorroError
 if TYPE_CHECKING:
     from arctic_kernels.zorro.forest import PackedForest, WindowPart
 
-__all__ = ["Plan", "choose_plan", "forest_attention"]
+__all__ = ["Plan", "Tape", "choose_plan", "forest_attention"]
 
 Plan = Literal["auto", "split", "gather"]
 
@@ -43,6 +46,7 @@ def forest_attention(
     sinks_H: torch.Tensor | None = None,
     deterministic: bool = False,
     plan: Plan = "auto",
+    tape: Tape | None = None,
 ) -> torch.Tensor:
     """Causal attention of every token to its path in the forest; differentiable once in ``q``, ``k``, ``v`` and the sinks.
 
@@ -58,6 +62,7 @@ def forest_attention(
         sinks_H: Score of one more key of value 0, per head.
         deterministic: Equal inputs give equal bits, gradients included.
         plan: ``split`` or ``gather`` (see the module); ``auto`` takes what moves less memory.
+        tape: Keeps the result for a recomputation, or has it from the call that is repeated; unused by ``flex``.
 
     Raises:
         ZorroError: Shapes or types do not fit together.
@@ -74,7 +79,7 @@ def forest_attention(
     if plan == "auto":
         plan = choose_plan(forest, q_THD.shape[1], k_THD.shape[1]) if q_THD.is_cuda else "split"
     options = _Options(kernel(name), factor, window, softcap, deterministic, window is not None or plan == "gather")
-    return _ForestAttention.apply(*(x.contiguous() for x in inputs), sinks_H, _Request(forest, options))
+    return _ForestAttention.apply(*(x.contiguous() for x in inputs), sinks_H, _Request(forest, options, tape))
 
 
 def choose_plan(forest: PackedForest, heads: int, kv_heads: int) -> Literal["split", "gather"]:
@@ -105,9 +110,41 @@ class _Options:
         return Call(cu_q, cu_k, max_q, max_k, causal, self.scale, window, self.softcap, self.deterministic)
 
 
+class Tape:
+    """Attention results of a part of a model that is computed twice, such as a checkpointed layer, in the order of the calls.
+
+    The first pass records, the second takes instead of computing; from then on every pass computes. Holds ``[T, H, D]`` and
+    ``[H, T]`` for each call in between.
+    """
+
+    def __init__(self) -> None:
+        self._results: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self._passes = 0
+
+    @contextmanager
+    def one_pass(self) -> Iterator[Tape]:
+        """Record or take inside the block."""
+        self._passes += 1
+        try:
+            yield self
+        finally:
+            if self._passes > 1:
+                self._results.clear()
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The next result of the first pass, in the second."""
+        return self._results.popleft() if self._passes > 1 and self._results else None
+
+    def put(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Record, in the first pass."""
+        if self._passes == 1:
+            self._results.append((out, lse))
+
+
 class _Request(NamedTuple):
     forest: PackedForest
     options: _Options
+    tape: Tape | None
 
 
 class _ForestAttention(torch.autograd.Function):
@@ -115,9 +152,16 @@ class _ForestAttention(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, request: _Request
     ) -> torch.Tensor:
-        out, lse = (_gather_forward if request.options.gather else _split_forward)(Inputs(q, k, v), *request)
-        if sinks is not None:
-            add_sinks_(out, lse, sinks)
+        forest, options, tape = request
+        result = tape.take() if tape is not None else None
+        if result is not None:
+            out, lse = result[0].detach(), result[1]  # detached: what was returned once has a history
+        else:
+            out, lse = (_gather_forward if options.gather else _split_forward)(Inputs(q, k, v), forest, options)
+            if sinks is not None:
+                add_sinks_(out, lse, sinks)
+            if tape is not None:
+                tape.put(out.detach(), lse)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.request = request
         return out
@@ -130,8 +174,9 @@ class _ForestAttention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         (dout,) = grad_outputs
         dout = dout.contiguous()
-        backward = _gather_backward if ctx.request.options.gather else _split_backward
-        gradients = backward(dout, Inputs(q, k, v), (out, lse), *ctx.request)
+        forest, options, _ = ctx.request
+        backward = _gather_backward if options.gather else _split_backward
+        gradients = backward(dout, Inputs(q, k, v), (out, lse), forest, options)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             delta_HT = (dout.to(lse.dtype) * out).sum(-1).mT
