@@ -123,12 +123,18 @@ def measure(shape: Shape, heads: Heads, options: argparse.Namespace) -> dict[str
 
 
 def batch(shape: Shape) -> tuple[list[np.ndarray], PackedForest]:
+    samples = samples_of(shape)
+    return samples, PackedForest.from_sequences(samples, [shape.prompt] * len(samples), device="cuda", share="prompts")
+
+
+def samples_of(shape: Shape) -> list[np.ndarray]:
+    """Random tokens, one prompt after the other with all its responses."""
     random = np.random.default_rng(0)
     samples = []
     for _ in range(shape.prompts):
         prompt = random.integers(0, 150_000, shape.prompt)
         samples += [np.concatenate([prompt, random.integers(0, 150_000, shape.response)]) for _ in range(shape.rollouts)]
-    return samples, PackedForest.from_sequences(samples, [shape.prompt] * len(samples), device="cuda", share="prompts")
+    return samples
 
 
 def rows(samples: Sequence[np.ndarray], shape: Shape, forest: PackedForest, heads: Heads) -> list[Row]:

@@ -29,6 +29,7 @@ def linear_logprob_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     budget_bytes: int = head.DEFAULT_BUDGET_BYTES,
+    backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Score each response token by the hidden state before it, once for all samples that share it.
 
@@ -45,6 +46,7 @@ def linear_logprob_entropy(
         scale: Multiplies the logits, before soft-capping.
         softcap: Bounds the logits smoothly.
         budget_bytes: Most bytes of temporaries.
+        backend: As for :func:`arctic_kernels.head.linear_logprob_entropy`.
 
     Returns:
         Log-probs ``[R]`` and, where asked for, entropies ``[R]``, in nats, in the caller's order of samples.
@@ -70,5 +72,6 @@ def linear_logprob_entropy(
         scale=scale,
         softcap=softcap,
         budget_bytes=budget_bytes,
+        backend=backend,
     )
     return output.logprobs_R, output.entropy_R
