@@ -12,7 +12,8 @@ at ratio 1 with an entropy bonus, over response tokens. Ways:
 
 Prints medians in ms over rounds that alternate between the ways, forward alone and forward with backward; the peak of all
 memory, weights and gradients included; the speed-up over the fastest naive way; the mean difference of log-probs and the
-relative difference of all gradients to the first way. ``building`` is the time to find the forest on the CPU and to bring it over.
+relative difference of all gradients to the first way. ``building`` is the time to find the forest on the CPU and to bring it
+over.
 """
 
 from __future__ import annotations
