@@ -65,7 +65,7 @@ def from_padded(
     response_mask_BW: ArrayLike,
     *,
     groups: Sequence[Group],
-    temperature: float | Sequence[float] = 1.0,
+    temperature: ArrayLike = 1.0,
     policy_versions: Sequence[int] | None = None,
     fields: Mapping[str, ArrayLike] | None = None,
 ) -> PaddedBatch:
@@ -95,27 +95,35 @@ def from_padded(
     prompt_lengths, response_lengths = prompt_mask.sum(1), response_mask.sum(1)
     ids, mask = np.concatenate([prompts, responses], axis=1), np.concatenate([prompt_mask, response_mask], axis=1)
     packed = {name: _packed(value, name, response_mask) for name, value in (fields or {}).items()}
+    temperatures = _array(temperature, "temperature")
     batch = Batch(
         token_ids=ids[mask],
         cu_seqlens=np.concatenate([[0], np.cumsum(prompt_lengths + response_lengths)]).astype(np.int64),
         prompt_lengths=prompt_lengths.astype(np.int64),
         groups=tuple(groups),
-        temperatures=np.broadcast_to(np.asarray(temperature, np.float32), (len(ids),)),
-        policy_versions=None if policy_versions is None else np.asarray(policy_versions),
+        temperatures=np.broadcast_to(temperatures, (len(ids),)) if temperatures.ndim == 0 else temperatures,
+        policy_versions=None if policy_versions is None else _array(policy_versions, "policy_versions"),
         **packed,
     )
     return PaddedBatch(batch, response_mask)
 
 
+def _array(value: ArrayLike, where: str) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged lists; tensors of other devices or with gradient
+        raise DataError(f"is no array: {error}", where=where) from None
+
+
 def _ids(value: ArrayLike, where: str) -> np.ndarray:
-    array = np.asarray(value)
+    array = _array(value, where)
     if array.ndim != 2 or (array.size and array.dtype.kind not in "iu"):
         raise DataError(f"expected a matrix of integers, got {array.dtype} of shape {array.shape}", where=where)
     return array
 
 
 def _mask(value: ArrayLike, shape: tuple[int, ...], where: str) -> np.ndarray:
-    array = np.asarray(value)
+    array = _array(value, where)
     if array.shape != shape:
         raise DataError(f"has shape {array.shape}, expected {shape}", where=where)
     if not ((array == 0) | (array == 1)).all():
@@ -135,7 +143,7 @@ def _mask(value: ArrayLike, shape: tuple[int, ...], where: str) -> np.ndarray:
 def _packed(value: ArrayLike, name: str, mask: np.ndarray) -> np.ndarray:
     if name not in (*TOKEN_FIELDS, *TOPK_FIELDS):
         raise DataError("is no per-token field of a batch", where=f"fields.{name}")
-    array = np.asarray(value)
+    array = _array(value, f"fields.{name}")
     if array.shape[:2] != mask.shape:
         raise DataError(f"has shape {array.shape}, the responses {mask.shape}", where=f"fields.{name}")
     return array[mask]

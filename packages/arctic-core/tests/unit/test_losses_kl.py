@@ -124,3 +124,12 @@ def test_far_references_stay_finite(estimator: str, gradient: str, gap: float) -
     value = kl_term(logp, torch.tensor([-1.0 + gap]), estimator, gradient)
     assert torch.isfinite(value).all()
     assert torch.isfinite(torch.autograd.grad(value.sum(), logp)[0]).all()
+
+
+@pytest.mark.parametrize(("gap", "value", "slope"), [(-45.0, 44.0, 1.0), (45.0, math.expm1(20) - 20, 0.0)])
+def test_k3_far_from_the_reference(gap: float, value: float, slope: float) -> None:
+    """A token the reference all but excludes is still pulled back; where ``exp`` would overflow, nothing is."""
+    logp = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    found = kl_term(logp, logp.detach() + gap, "k3")
+    assert found.item() == pytest.approx(value)
+    assert torch.autograd.grad(found.sum(), logp)[0].item() == pytest.approx(slope)

@@ -127,3 +127,13 @@ def test_fields_must_be_known_and_fit() -> None:
         layout.pad([1.0, 2.0])
     with pytest.raises(DataError, match="values"):
         layout.unpad([[1.0, 2.0]])
+
+
+def test_what_is_no_array_is_refused_by_name() -> None:
+    with pytest.raises(DataError, match=r"batch\.temperatures"):
+        from_padded(*ONE, groups=[0], temperature=[1.0, 0.5])
+    with pytest.raises(DataError, match=r"fields\.advantages: is no array"):
+        from_padded(*ONE, groups=[0], fields={"advantages": [[1, 2, 3], [1]]})
+    with pytest.raises(DataError, match="response_mask: is no array"):
+        from_padded(*ONE[:3], [[1, 1], [1]], groups=[0])
+    assert from_padded(*ONE, groups=[0], temperature=np.float32(0.5)).batch.temperatures.tolist() == [0.5]

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from arctic_core.losses.common import bounded_log_ratio
+from arctic_core.losses.common import LOG_RATIO_LIMIT
 
 
 def k1(log_ratio_R: torch.Tensor) -> torch.Tensor:
@@ -35,8 +35,12 @@ def k2(log_ratio_R: torch.Tensor) -> torch.Tensor:
 
 
 def k3(log_ratio_R: torch.Tensor) -> torch.Tensor:
-    """Unbiased, never negative. The log-ratio is bounded to ±20 before ``exp``."""
-    bounded_R, _ = bounded_log_ratio(log_ratio_R)
+    """Unbiased, never negative. ``d`` is bounded to 20 from above, where it carries no gradient.
+
+    Below −20 nothing overflows: the value goes on as ``−1 − d``, and the pull towards a reference that finds the token all but
+    impossible stays.
+    """
+    bounded_R = log_ratio_R.clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(bounded_R) - bounded_R
 
 
