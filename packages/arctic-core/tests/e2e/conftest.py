@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -20,18 +21,21 @@ def ray_config(tiny_model: str) -> Callable[..., ArcticRLClientConfig]:
     """A factory of configurations for a tiny job over Ray on CPU, in float32."""
 
     def make(**changes) -> ArcticRLClientConfig:
-        values = {
+        values: dict[str, Any] = {
             "model_name": tiny_model,
             "comm_protocol": "ray",
             "training_gpus": 1,
             "sampling_gpus": 1,
             "device": "cpu",
             "dtype": "float32",
-            "max_seq_len": 128,
-            "training": {"optimizer": {"lr": 1e-2}},
-            "sampling": {"kv_cache_gib": 0.25, "max_num_seqs": 32},
-            "deadlines": {"start": 240, "request": 60, "drain": 20, "stop": 15},
+            "deadlines": {"start": 240, "request": 60, "stop": 15},
         }
+        if changes.get("training_gpus", 1):
+            values["training"] = {"optimizer": {"lr": 1e-2}}
+        if changes.get("sampling_gpus", 1):
+            values["max_seq_len"] = 128
+            values["sampling"] = {"kv_cache_gib": 0.25, "max_num_seqs": 32}
+            values["deadlines"]["drain"] = 20
         return ArcticRLClientConfig.parse({**values, **changes})
 
     return make

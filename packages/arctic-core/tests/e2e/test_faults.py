@@ -144,6 +144,11 @@ def test_an_interrupted_client_takes_its_engines_with_it(ray_config, marked, how
 
 @pytest.mark.parametrize(("absent", "extra"), [("deepspeed", "train"), ("torch", "train"), ("vllm", "sample"), ("ray", "rl")])
 def test_a_missing_extra_is_named(tiny_model, absent, extra):
+    part = (
+        "sampling_gpus=1, sampling={'engine': 'vllm'}"
+        if absent == "vllm"
+        else "training_gpus=1, training={'engine': 'deepspeed'}"
+    )
     code = textwrap.dedent(
         f"""
         import sys
@@ -152,10 +157,7 @@ def test_a_missing_extra_is_named(tiny_model, absent, extra):
         from arctic_core.errors import MissingExtraError
         config = ArcticRLClientConfig(
             model_name={tiny_model!r},
-            training_gpus={int(absent != "vllm")},
-            sampling_gpus={int(absent == "vllm")},
-            training={{"engine": "deepspeed"}},
-            sampling={{"engine": "vllm"}},
+            {part},
             comm_protocol={"ray" if absent == "ray" else "local"!r},
         )
         try:

@@ -55,7 +55,12 @@ class Case:
     def spec(self, rank: int = 0, rendezvous: str | None = None) -> RankSpec:
         optimizer = {"lr": 1e-3, "weight_decay": 0.1} | self.optimizer
         schedule = {"type": "linear", "total_steps": 10, "warmup_steps": 2}
-        training = {"zero_stage": self.stage, "optimizer": optimizer, "schedule": schedule} | self.training
+        training = {
+            "engine": self.engine,
+            "optimizer": optimizer,
+            "schedule": schedule,
+            "zero_stage": self.stage,
+        } | self.training
         deadlines = {"start": 60.0, "request": 60.0}
         values = {"model_name": self.model, "training_gpus": self.world_size, "training": training, "deadlines": deadlines}
         config = ArcticRLClientConfig.parse(values | self.config)

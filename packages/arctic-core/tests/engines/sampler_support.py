@@ -21,7 +21,7 @@ def spec_of(model: str, *, max_seq_len: int = 480, **sampling: Any) -> RankSpec:
             "model_name": model,
             "sampling_gpus": 1,
             "max_seq_len": max_seq_len,
-            "sampling": {"kv_cache_gib": 0.25, "max_num_seqs": 16, **sampling},
+            "sampling": {"max_num_seqs": 16, **sampling},
         }
     )
     return RankSpec("sampler", 0, 1, model, "cpu", "float32", config)

@@ -278,7 +278,7 @@ def test_a_checkpoint_of_two_ranks_continues_at_any_stage(
 @pytest.mark.e2e
 @pytest.mark.parametrize("stage", [0, 3])
 def test_log_prob_engine_on_two_ranks(stage: int, model: str, tmp_path: Path, pair: Workers) -> None:
-    config = {"log_prob": {"zero_stage": stage}}
+    config = {"log_prob_gpus": 1, "log_prob": {"zero_stage": stage}}
     whole = worker.score(Case(model, config=config), 0, None, "")
     first, second = pair.run("score", Case(model, world_size=2, config=config), tmp_path)
     np.testing.assert_allclose(first["logprobs"], whole["logprobs"], atol=1e-5)
@@ -364,7 +364,8 @@ def test_log_prob_engine_beside_a_trainer(stage: int, dtype: Any, model: str) ->
     """Two engines of one process; the reference does not move with the policy, and outlives the trainer."""
     from arctic_core.backends.deepspeed_engine.log_prob import DeepSpeedLogProb
 
-    config = ArcticRLClientConfig.parse({"model_name": model, "log_prob_gpus": 1, "log_prob": {"zero_stage": stage}})
+    settings = {"engine": "deepspeed", "zero_stage": stage}
+    config = ArcticRLClientConfig.parse({"model_name": model, "log_prob_gpus": 1, "log_prob": settings})
     scorer = DeepSpeedLogProb(RankSpec("log_prob", 0, 1, model, "cpu", dtype, config, 1))
     case = Case(model, stage=2, dtype=dtype, config={"reference": True, "log_prob": {"zero_stage": stage}})
     trainer = worker.make_trainer(case.spec(), "deepspeed")

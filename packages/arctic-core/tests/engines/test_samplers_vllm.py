@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -31,8 +32,10 @@ from arctic_core.errors import (
 )
 from arctic_core.testing import make_tiny_model
 
-from .sampler_support import WeightSender, collect, job, reference_logprobs, spec_of
+from . import sampler_support
+from .sampler_support import WeightSender, collect, job, reference_logprobs
 
+spec_of = functools.partial(sampler_support.spec_of, engine="vllm", kv_cache_gib=0.25)
 PROMPTS = [[5, 6, 7, 8, 9], [300, 301], [40, 41, 42] * 20]
 
 
@@ -500,7 +503,7 @@ from arctic_core.config import ArcticRLClientConfig
 
 if __name__ == "__main__":
     config = ArcticRLClientConfig.parse(
-        dict(model_name={tiny_model!r}, sampling_gpus=1, max_seq_len=64, sampling=dict(kv_cache_gib=0.1))
+        dict(model_name={tiny_model!r}, sampling_gpus=1, max_seq_len=64, sampling=dict(engine="vllm", kv_cache_gib=0.1))
     )
     sampler = VllmSampler(RankSpec("sampler", 0, 1, {tiny_model!r}, "cpu", "float32", config))
     sampler.start()

@@ -450,7 +450,8 @@ def test_buckets_carry_the_weights(
     start: Callable, tmp_path: Path, fixture: str, carrier: str, request: pytest.FixtureRequest
 ) -> None:
     directory = str(tmp_path) if carrier == "file" else None
-    trainer = start(model=request.getfixturevalue(fixture), weight_sync={"carrier": carrier, "directory": directory})
+    sync = {"carrier": carrier, "directory": directory}
+    trainer = start(model=request.getfixturevalue(fixture), sampling_gpus=1, weight_sync=sync)
     train(trainer, [0])
     plan = trainer.weight_plan(bucket_bytes=100_000)
     assert len(plan.buckets) > 2

@@ -94,16 +94,11 @@ def test_a_nested_model_built_first_fails_where_it_is_built() -> None:
         ({"training_gpus": 0}, "no engine asked for"),
         ({"connect_to": "job"}, "connect_to needs comm_protocol='ray'"),
         ({"training_gpus": 0, "sampling_gpus": 1, "reference": True}, "reference=True needs a trainer"),
-        ({"training": {"offload_optimizer": True}}, "offload_optimizer needs training.zero_stage"),
-        ({"log_prob": {"model_name": "ref"}}, "log_prob.model_name needs log_prob_gpus"),
         ({"training": {"schedule": {"type": "linear", "total_steps": 3, "warmup_steps": 4}}}, "warmup_steps 4 exceeds"),
         ({"training": {"schedule": {"type": "cosine", "total_steps": 3, "warmup_steps": 4}}}, "warmup_steps 4 exceeds"),
         ({"training": {"schedule": {"type": "linear"}}}, "total_steps: required"),
         ({"training": {"schedule": {"type": "wave"}}}, "training.schedule"),
-        ({"weight_sync": {"directory": "/x"}}, "directory is for a carrier that writes files"),
         ({"weight_sync": {"bucket_bytes": 0}}, "weight_sync.bucket_bytes"),
-        ({"ray": {"address": "auto", "dashboard": True}}, "are for a private cluster"),
-        ({"ray": {"address": "auto", "object_store_bytes": 2**30}}, "are for a private cluster"),
         ({"training": {"optimizer": {"betas": [0.9, 1.0]}}}, "training.optimizer.betas.1"),
         ({"training": {"optimizer": {"lr": float("nan")}}}, "training.optimizer.lr"),
         ({"deadlines": {"request": float("inf")}}, "deadlines.request"),
@@ -123,9 +118,7 @@ def test_rules_across_fields_and_ranges(changes: dict[str, Any], message: str) -
     [
         {"training_gpus": 0, "comm_protocol": "ray", "connect_to": "job"},
         {"training_gpus": 0, "log_prob_gpus": 1, "reference": True, "log_prob": {"model_name": "ref"}},
-        {"training": {"offload_optimizer": True, "zero_stage": 2}},
         {"training": {"schedule": {"type": "linear", "total_steps": 4, "warmup_steps": 4}}},
-        {"weight_sync": {"directory": "/x", "carrier": "file"}},
     ],
 )
 def test_what_the_rules_allow(changes: dict[str, Any]) -> None:
@@ -135,6 +128,8 @@ def test_what_the_rules_allow(changes: dict[str, Any]) -> None:
 def test_a_config_survives_dumping_and_pickling() -> None:
     config = ArcticRLClientConfig(
         **BASE,
+        comm_protocol="ray",
+        sampling_gpus=1,
         training=TrainingConfig(schedule=CosineSchedule(type="cosine", total_steps=9), zero_stage=3),
         sampling=SamplingConfig(vllm={"block_size": 32}),
         weight_sync=WeightSyncConfig(carrier="file", directory="/x"),

@@ -10,6 +10,9 @@ import pydantic
 
 from arctic_core.errors import ConfigError
 
+NO_EFFECT = "no_effect"
+"""Type of the error that :mod:`arctic_core.config.effects` raises in a validator."""
+
 
 class _RaisesConfigError(type(pydantic.BaseModel)):
     """Turns pydantic's error into ours where a user constructs a model; models nested in it are built without this."""
@@ -51,6 +54,11 @@ def config_error(error: pydantic.ValidationError, model: type[pydantic.BaseModel
             remedies.append(_known_keys(model, item["loc"]))
         elif item["type"] == "missing":
             lines.append(f"{path}: required, but missing")
+        elif item["type"] == NO_EFFECT:
+            inside = "".join(f"{part}." for part in item["loc"])
+            for settings, why, remedy in item.get("ctx", {})["lines"]:
+                lines.append(f"{', '.join(inside + setting for setting in settings)}: {why}")
+                remedies.append(remedy)
         else:
             got = "" if item["loc"] == () else f" (got {item['input']!r})"
             lines.append(f"{path}: {item['msg'].removeprefix('Value error, ')}{got}")

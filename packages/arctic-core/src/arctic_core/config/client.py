@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from arctic_core.config.base import ConfigModel
+from arctic_core.config.effects import CLIENT_RULES, refuse_without_effect
 
 DType = Literal["float32", "bfloat16"]
 
@@ -114,7 +115,7 @@ class SamplingConfig(ConfigModel):
     max_waiting: int = Field(4096, ge=1)
     """Most completions that may run or wait in the service; one more is refused with ``QueueFullError``."""
     kv_cache_gib: float = Field(1.0, gt=0)
-    """Host memory for the KV cache on CPU, GiB per replica."""
+    """Host memory for vLLM's KV cache on CPU, GiB per replica."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Part of a GPU's memory vLLM may use."""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -150,12 +151,6 @@ class WeightSyncConfig(ConfigModel):
     directory: str | None = None
     """Folder of the file carrier; absent means a temporary one, removed at the end."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.directory is not None and self.carrier in ("auto", "shared_memory"):
-            raise ValueError(f"directory is for a carrier that writes files, carrier is {self.carrier!r}")
-        return self
-
 
 class DeadlineConfig(ConfigModel):
     """Seconds that each kind of wait may take."""
@@ -183,13 +178,6 @@ class RayConfig(ConfigModel):
     """Object store of a private cluster."""
     dashboard: bool = False
     """Start Ray's dashboard in a private cluster."""
-
-    @model_validator(mode="after")
-    def _private(self) -> Self:
-        default = type(self).model_fields["object_store_bytes"].default
-        if self.address is not None and (self.dashboard or self.object_store_bytes != default):
-            raise ValueError("dashboard and object_store_bytes are for a private cluster; one that is joined has its own")
-        return self
 
 
 class ArcticRLClientConfig(ConfigModel):
@@ -250,8 +238,5 @@ class ArcticRLClientConfig(ConfigModel):
             raise ValueError("connect_to needs comm_protocol='ray': a local job lives in its own process")
         if self.reference and not (self.training_gpus or self.log_prob_gpus):
             raise ValueError("reference=True needs a trainer or log-prob ranks to hold the reference model")
-        if self.log_prob.model_name is not None and not self.log_prob_gpus:
-            raise ValueError("log_prob.model_name needs log_prob_gpus: beside the trainer lives a copy of its own start")
-        if self.training.offload_optimizer and self.training.zero_stage == 0:
-            raise ValueError("training.offload_optimizer needs training.zero_stage 1, 2 or 3")
+        refuse_without_effect(self, CLIENT_RULES)
         return self

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 
 from arctic_core.config import ArcticRLClientConfig, ConfigModel
 from arctic_core.config.advantages import AdvantageConfig, GRPOAdvantageConfig
+from arctic_core.config.client import LogProbConfig, SamplingConfig, TrainingConfig
+from arctic_core.config.effects import DEEPSPEED_TRAINING, VLLM_SAMPLING, Rule, refuse_without_effect
 from arctic_core.protocol import SamplingParams
 
 Backend = Literal["local", "ray"]
@@ -18,6 +20,8 @@ OptionValue = bool | int | float | str | None
 
 ADVANTAGES_OF_LOSSES = ("dr_grpo", "rloo", "reinforce_pp")
 """Losses that have an advantage estimator of their own name."""
+LOSSES_WITHOUT_ADVANTAGES = ("sft", "distill")
+"""Built-in losses that read no advantages."""
 
 
 class TaskConfig(ConfigModel):
@@ -181,6 +185,7 @@ class TrainJobConfig(ConfigModel):
                 f"rollouts.max_tokens {self.rollouts.max_tokens} leaves no room for a prompt in "
                 f"client.max_seq_len {self.client.max_seq_len}"
             )
+        refuse_without_effect(self, JOB_RULES)
         return self
 
     @property
@@ -197,24 +202,54 @@ class TrainJobConfig(ConfigModel):
         return self.client.comm_protocol
 
 
+JOB_RULES: tuple[Rule[Any], ...] = (
+    Rule(
+        ("algorithm.advantage",),
+        lambda job: job.algorithm.loss.name in LOSSES_WITHOUT_ADVANTAGES,
+        "the loss reads no advantages",
+        "leave it out, or choose a loss that learns from rewards",
+    ),
+    Rule(
+        ("algorithm.advantage.epsilon",),
+        lambda job: job.algorithm.advantage.name == "grpo" and not job.algorithm.advantage.normalize_std,
+        "algorithm.advantage.normalize_std is false: there is no standard deviation to add it to",
+        "leave it out, or leave normalize_std on",
+    ),
+    Rule(
+        ("checkpoint.keep_last",),
+        lambda job: not job.checkpoint.every,
+        "checkpoint.every is 0: there are no checkpoints",
+        "leave it out (checkpoint={} on the command line), or set checkpoint.every",
+    ),
+)
+"""Settings of a training job that nothing reads, and when; its client has rules of its own."""
+
+
+def _defaults(model: type[ConfigModel], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: model.model_fields[name].get_default(call_default_factory=True) for name in names}
+
+
 LOCAL_BACKEND: dict[str, Any] = {
     "comm_protocol": "local",
     "training_gpus": 1,
     "sampling_gpus": 1,
     "log_prob_gpus": 0,
-    "training": {"engine": "torch", "zero_stage": 0, "offload_optimizer": False},
-    "sampling": {"engine": "transformers", "vllm": {}},
-    "log_prob": {"engine": "torch", "zero_stage": 0},
+    "colocate": False,
+    "training": {"engine": "torch", **_defaults(TrainingConfig, DEEPSPEED_TRAINING)},
+    "sampling": {"engine": "transformers", **_defaults(SamplingConfig, VLLM_SAMPLING)},
+    "log_prob": _defaults(LogProbConfig, tuple(name for name in LogProbConfig.model_fields if name != "model_name")),
+    "ray": {},
 }
-"""What ``--backend local`` writes over a file's ``client`` block: one process, no Ray, vLLM or DeepSpeed."""
+"""What ``--backend local`` writes over a file's ``client`` block: one process, no Ray, vLLM or DeepSpeed. A reference model
+other than the initial one (``log_prob.model_name``) would change the job, so it stays, and is refused."""
 
 RAY_BACKEND: dict[str, Any] = {
     "comm_protocol": "ray",
     "training": {"engine": "deepspeed"},
     "sampling": {"engine": "vllm"},
-    "log_prob": {"engine": "deepspeed"},
+    "log_prob": {"engine": "auto"},
 }
-"""What ``--backend ray`` writes over a file's ``client`` block."""
+"""What ``--backend ray`` writes over a file's ``client`` block; ``auto`` follows the training engine."""
 
 FREE_ON_RESUME = frozenset({"steps", "checkpoint", "samples_per_step", "export"})
 """Keys that may change between a run and its resumption."""

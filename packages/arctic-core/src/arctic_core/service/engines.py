@@ -11,6 +11,7 @@ from arctic_core.backends.base import EngineDefinition
 from arctic_core.backends.group import EngineGroup, LogProbGroup, SamplerGroup, TrainerGroup
 from arctic_core.backends.rank import Rank
 from arctic_core.config.client import ArcticRLClientConfig
+from arctic_core.config.effects import engine_name
 from arctic_core.errors import ArcticError, DeadlineExceeded, EngineDiedError, UnsupportedOperation
 from arctic_core.losses.named import find_loss
 from arctic_core.plugins.manager import PluginRegistry
@@ -66,16 +67,9 @@ class Engines:
             raise
 
     def _definition(self, name: EngineName) -> EngineDefinition:
-        local = self.config.comm_protocol == "local"
-        trainer = self.config.training.engine
-        trainer = ("torch" if local else "deepspeed") if trainer == "auto" else trainer
-        if name == "trainer":
-            return self._registry.trainer(trainer)
-        if name == "sampler":
-            chosen = self.config.sampling.engine
-            return self._registry.sampler(("transformers" if local else "vllm") if chosen == "auto" else chosen)
-        chosen = self.config.log_prob.engine
-        return self._registry.log_prob(trainer if chosen == "auto" else chosen)
+        registry = self._registry
+        find = {"trainer": registry.trainer, "sampler": registry.sampler, "log_prob": registry.log_prob}[name]
+        return find(engine_name(self.config, name))
 
     async def _admit(self, name: EngineName, definition: EngineDefinition, ranks: Sequence[Rank]) -> None:
         deadline = self.config.deadlines.request

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from arctic_core.backends.packed_scoring import PackedEngine
-from arctic_core.errors import ConfigError
 from arctic_core.models.scoring import ScoringModule
 
 
@@ -18,15 +17,6 @@ class TorchLogProb(PackedEngine):
     @classmethod
     def capabilities(cls, device: str) -> tuple[str, ...]:
         return ("forward", "sleep", "wake") if device == "cuda" else ("forward",)
-
-    def start(self) -> None:
-        if self.spec.config.log_prob.zero_stage:
-            raise ConfigError(
-                "log_prob.zero_stage is for the engine 'deepspeed'",
-                where=self.where,
-                remedy="remove it, or set log_prob.engine to 'deepspeed'",
-            )
-        super().start()
 
     def _build_frozen(self, module: ScoringModule) -> nn.Module:
         return module.requires_grad_(False)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from arctic_core.backends.packed import PackedTrainer
-from arctic_core.errors import CheckpointError, ConfigError, UnsupportedOperation
+from arctic_core.errors import CheckpointError, UnsupportedOperation
 from arctic_core.models.scoring import ScoringModule
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -45,16 +45,6 @@ class TorchTrainer(PackedTrainer):
         return (*always, "sleep", "wake") if device == "cuda" else always
 
     # --- model and optimizer ----------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        training = self.spec.config.training
-        if training.zero_stage or training.offload_optimizer:
-            raise ConfigError(
-                "training.zero_stage and training.offload_optimizer are for the engine 'deepspeed'",
-                where=self.where,
-                remedy="remove them, or set training.engine to 'deepspeed'",
-            )
-        super().start()
 
     def _build(self, module: ScoringModule) -> nn.Module:
         settings = self.spec.config.training.optimizer

@@ -27,7 +27,6 @@ from arctic_core.backends.transformers_sampler.cohort import Row
 from arctic_core.backends.transformers_sampler.decoder import Decoder, Limits
 from arctic_core.errors import (
     ArcticError,
-    ConfigError,
     DeadlineExceeded,
     EngineStartError,
     InvalidStateError,
@@ -71,14 +70,7 @@ class TransformersSampler(Sampler):
         Raises:
             ModelNotFoundError: The model's folder cannot be read.
             EngineStartError: transformers refuses it; the message holds its reason.
-            ConfigError: A setting is another sampler's.
         """
-        if self.spec.config.sampling.vllm:
-            raise ConfigError(
-                "sampling.vllm is for the engine 'vllm'",
-                where=self._where,
-                remedy="remove it, or set sampling.engine",
-            )
         if self.spec.threads is not None:
             torch.set_num_threads(self.spec.threads)
         model, tokenizer = _load(self.spec)
