@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import runpy
+import weakref
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ def state_of(model: nn.Module) -> list[object]:
     """What ``use_forest`` may change."""
     implementations = [x.config._attn_implementation for x in model.modules() if hasattr(x, "config")]
     hooks = [len(x._forward_pre_hooks) for x in model.modules()]
-    attributes = [sorted(vars(x)) for x in model.modules()]
+    attributes = [sorted(name for name in vars(x) if name != "_arctic_forest_layers") for x in model.modules()]
     functions = [vars(x).get("_gradient_checkpointing_func") for x in model.modules()]
     return [implementations, hooks, attributes, functions]
 
@@ -50,6 +52,16 @@ def test_leaving_the_block_restores_the_model_also_after_an_error(family: str) -
     with pytest.raises(RuntimeError, match="on purpose"), use_forest(model, a_forest()):
         raise RuntimeError("on purpose")
     assert state_of(model) == before
+
+
+def test_a_model_that_ran_on_a_forest_can_be_freed() -> None:
+    model = tiny_model("llama")
+    with use_forest(model, a_forest()):
+        pass
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_blocks_can_be_nested_and_the_inner_forest_counts() -> None:

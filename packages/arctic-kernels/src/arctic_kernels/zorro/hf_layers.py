@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -64,7 +63,8 @@ class ForestLayers:
     configs: tuple[Any, ...]
 
 
-_CACHE: WeakKeyDictionary[nn.Module, ForestLayers] = WeakKeyDictionary()
+_FOUND = "_arctic_forest_layers"
+"""Attribute that keeps the layers of a model: in the model, since they hold it, so that both go together."""
 
 
 def find_layers(model: nn.Module) -> ForestLayers:
@@ -76,9 +76,9 @@ def find_layers(model: nn.Module) -> ForestLayers:
     Raises:
         UnsupportedLayerError: A layer cannot run on a forest; it says which and why.
     """
-    found = _CACHE.get(model)
+    found: ForestLayers | None = vars(model).get(_FOUND)
     if found is None:
-        found = _CACHE[model] = _find(model)
+        found = vars(model)[_FOUND] = _find(model)
     return found
 
 
