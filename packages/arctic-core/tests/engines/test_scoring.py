@@ -41,7 +41,7 @@ def row_logits(scorer: ScoringModule, batch: Batch) -> torch.Tensor:
     output = scorer.model(
         input_ids=inputs.token_ids_T, position_ids=inputs.position_ids_T, cu_seqlens=inputs.cu_seqlens, use_cache=False
     )
-    return output.logits[0, inputs.rows_R].double() / inputs.temperatures_R.double()[:, None]
+    return output.logits[0, inputs.rows_P].double() / inputs.temperatures_R.double()[:, None]
 
 
 def test_given_candidates_in_value_and_gradient(scorer: ScoringModule) -> None:

@@ -162,6 +162,9 @@ def test_gradient_does_not_depend_on_the_split(start: Callable, count: int, shuf
     order = np.random.default_rng(count).permutation(len(batch)) if shuffled else None
     split = other.forward_backward(cut(batch, count, order), GRPO, temperature=None)
     trained = float(batch.mask.sum())
+    for reported in (metrics, split):
+        saved = reported.pop("zorro_saved")
+        assert (saved.sum, saved.count) == (0, batch.lengths.sum())
     scaled = [{name: grad / trained for name, grad in gradients(t).items()} for t in (other, trainer)]
     assert max(grad.abs().max() for grad in scaled[1].values()) > 1e-3
     assert_close(scaled[0], scaled[1], atol=1e-6)

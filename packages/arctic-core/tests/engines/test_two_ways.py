@@ -151,6 +151,7 @@ def test_an_evaluation_reports_what_the_engine_does(trainers: list[TorchTrainer]
     _, metrics = job.by_name([batch], loss)
     result = evaluate_loss(batch, job.forward(batch, loss), loss)
     assert metrics.pop("all_masked_batches") == (0.0, 1.0)
+    assert metrics.pop("zorro_saved") == (0.0, float(batch.lengths.sum()))
     assert {name: (m.sum, m.count) for name, m in result.metrics.items()} == {
         name: (pytest.approx(total, rel=1e-5, abs=1e-5), count) for name, (total, count) in metrics.items()
     }

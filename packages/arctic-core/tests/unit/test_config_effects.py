@@ -64,6 +64,8 @@ CASES = [
         "training.zero_stage is 0",
         [TRAIN | RAY | {"training": {"zero_stage": 1}}],
     ),
+    Case("training.zorro_check", True, TRAIN | {"training": {"zorro": "off"}}, "training.zorro is 'off'", [TRAIN]),
+    Case("log_prob.zorro_check", True, SCORE | {"log_prob": {"zorro": "off"}}, "log_prob.zorro is 'off'", [SCORE]),
     Case("sampling.max_waiting", 8, TRAIN, "sampling_gpus is 0", [SAMPLE, SAMPLE | RAY]),
     Case("max_seq_len", 64, TRAIN | SCORE, "sampling_gpus is 0", [BOTH]),
     Case("deadlines.drain", 5.0, TRAIN, "sampling_gpus is 0", [SAMPLE]),

@@ -51,6 +51,8 @@ class EngineReport:
     pid: int
     memory_bytes: int
     capabilities: tuple[str, ...]
+    shares_prompts: bool = False
+    """Whether tokens that samples of a micro-batch share are computed once."""
 
 
 @dataclass(frozen=True)

@@ -100,13 +100,16 @@ class EngineGroup:
 class LogProbGroup(EngineGroup):
     """Scores batches over all ranks."""
 
+    shares_prompts = False
+    """Whether all ranks compute once what the samples of a micro-batch share, so that plans count it once."""
+
     def __init__(self, ranks: Sequence[Rank], *, deadline_s: float, micro_batch_tokens: int) -> None:
         super().__init__(ranks, deadline_s=deadline_s)
         self.micro_batch_tokens = micro_batch_tokens
 
     def shard(self, batch: Batch) -> tuple[BatchPlan, list[list[Batch]]]:
         """The plan of a batch and each rank's micro-batches, equally many everywhere."""
-        plan = plan_batch(batch, ranks=len(self.ranks), max_tokens=self.micro_batch_tokens)
+        plan = plan_batch(batch, ranks=len(self.ranks), max_tokens=self.micro_batch_tokens, shared_prompts=self.shares_prompts)
         return plan, [[batch.select(indices) for indices in rank] for rank in plan.ranks]
 
     async def forward(

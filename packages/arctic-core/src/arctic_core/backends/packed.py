@@ -167,7 +167,10 @@ class PackedTrainer(PackedEngine, Trainer):
                 metrics[name] = metrics[name] + metric if name in metrics else metric
             return scalar
 
-        self._accumulate(micro_batches, compute, prepared.needs_entropy, prepared.needs_topk, temperature)
+        saved = self._accumulate(micro_batches, compute, prepared.needs_entropy, prepared.needs_topk, temperature)
+        if self._shares_prompts:
+            naive = sum(len(batch.token_ids) for batch in micro_batches)
+            metrics["zorro_saved"] = Metric(sum=float(saved), count=float(naive))
         return metrics
 
     def _prepare(self, loss: NamedLoss, micro_batches: Sequence[Batch]) -> PreparedLoss:
@@ -204,8 +207,10 @@ class PackedTrainer(PackedEngine, Trainer):
         entropy: bool,
         given_topk: bool,
         temperature: float | None,
-    ) -> None:
+    ) -> int:
+        """Add the gradients of the micro-batches; returns how many tokens were saved because samples share them."""
         packed = self._pack_all(micro_batches, temperature, given_topk)
+        self._check_sharing(self.policy, micro_batches, packed)
         self.policy.train()
         for i, (batch, inputs) in enumerate(zip(micro_batches, packed, strict=True)):
             scores = self.policy(inputs, entropy)
@@ -217,6 +222,7 @@ class PackedTrainer(PackedEngine, Trainer):
                 )
             self._accumulated = True  # a part of it, even where the backward pass fails
             self._backward(scalar)
+        return sum(inputs.tokens_saved for inputs in packed)
 
     def _attempt(self, compute: Callable[[], torch.Tensor], index: int) -> tuple[torch.Tensor | None, Exception | None]:
         """A loss, or why there is none; ranks agree on what to do before anything is raised."""

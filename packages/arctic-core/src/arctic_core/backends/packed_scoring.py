@@ -16,10 +16,13 @@ from torch import nn
 
 from arctic_core.backends.base import EngineReport, LogProb, ScoreOutcome
 from arctic_core.backends.memory import resident_bytes
+from arctic_core.backends.shared_check import check_error, sharing_error
+from arctic_core.config.client import LogProbConfig, TrainingConfig
 from arctic_core.data import Batch
 from arctic_core.errors import ArcticError, DataError, EngineError, InvalidStateError
-from arctic_core.models.factory import load_causal_lm, resolve_model
+from arctic_core.models.factory import load_causal_lm, resolve_model, torch_dtype
 from arctic_core.models.scoring import PackedInputs, ScoringModule, pack
+from arctic_core.models.shared_prompts import SharedPrompts, shared_prompts
 from arctic_core.plugins.manager import get_registry
 
 T = TypeVar("T")
@@ -30,6 +33,9 @@ class PackedEngine(LogProb):
 
     _frozen: nn.Module | None = None
     """The model that is only scored with: the log-prob engine's model, or a trainer's reference."""
+    _shared: SharedPrompts | None = None
+    """Whether shared prompts are computed once; known when the first model has been loaded."""
+    _shared_checked = False
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
@@ -51,7 +57,7 @@ class PackedEngine(LogProb):
         self._frozen = self._build_frozen(self._load_module(self.spec.model_path))
 
     def stop(self) -> None:
-        self._frozen = None
+        self._frozen = self._shared = None
         if self.spec.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -63,6 +69,7 @@ class PackedEngine(LogProb):
             pid=os.getpid(),
             memory_bytes=memory_bytes(self.spec.device),
             capabilities=self.capabilities(self.spec.device),
+            shares_prompts=self._shares_prompts,
         )
 
     def forward(
@@ -100,9 +107,19 @@ class PackedEngine(LogProb):
             registry=get_registry(),
         )
         self._vocabulary = model.config.get_text_config().vocab_size
+        settings = self._settings
+        if self._shared is None:
+            self._shared = shared_prompts(model, settings.zorro, trains=self.spec.engine == "trainer")
+        return ScoringModule(model, settings.head_budget_bytes)
+
+    @property
+    def _settings(self) -> TrainingConfig | LogProbConfig:
         config = self.spec.config
-        part = config.log_prob if self.spec.engine == "log_prob" else config.training
-        return ScoringModule(model, part.head_budget_bytes)
+        return config.log_prob if self.spec.engine == "log_prob" else config.training
+
+    @property
+    def _shares_prompts(self) -> bool:
+        return self._shared is not None and self._shared.active
 
     def _agree(self, check: Callable[[], T]) -> T:
         """Run a check that may refuse this rank's part. Where it does on one rank all raise: a rank that went on would wait
@@ -123,7 +140,21 @@ class PackedEngine(LogProb):
         self._check_ids(batch.token_ids, batch.cu_seqlens, "token_ids")
         if given_topk and batch.topk_ids is not None:
             self._check_ids(batch.topk_ids, batch.cu_responses, "topk_ids")
-        return pack(batch, self.spec.device, temperature, topk_ids=given_topk)
+        forest_tokens = self._settings.micro_batch_tokens if self._shares_prompts else None
+        return pack(batch, self.spec.device, temperature, topk_ids=given_topk, forest_tokens=forest_tokens)
+
+    def _check_sharing(self, module: nn.Module, micro_batches: Sequence[Batch], packed: Sequence[PackedInputs]) -> None:
+        """The self-check, once, when some rank has samples that share tokens; all ranks raise where one finds an error."""
+        if self._shared_checked or not (self._shares_prompts and self._settings.zorro_check):
+            return
+        pairs = zip(micro_batches, packed, strict=True)
+        shared = next((batch for batch, inputs in pairs if inputs.forest is not None), None)
+        if self._all_ranks(shared is None):
+            return
+        module.eval()
+        error = sharing_error(module, shared, self.spec.device)
+        self._agree(lambda: check_error(error, torch_dtype(self.spec.dtype), self.where))
+        self._shared_checked = True
 
     def _check_ids(self, ids: np.ndarray, offsets_B: np.ndarray, name: str) -> None:
         bad = np.argwhere(ids >= self._vocabulary)
@@ -155,8 +186,10 @@ class PackedEngine(LogProb):
                 where="forward.topk",
                 remedy="ask for at most the vocabulary's size, and for either the most likely tokens or given ones",
             )
+        packed = self._pack_all(micro_batches, temperature, given_topk)
+        self._check_sharing(module, micro_batches, packed)
         module.eval()
-        scores = [module(inputs, entropy, topk) for inputs in self._pack_all(micro_batches, temperature, given_topk)]
+        scores = [module(inputs, entropy, topk) for inputs in packed]
         logprobs, entropies, topk_logprobs, topk_ids = zip(*scores, strict=True) if scores else [()] * 4
         wide = bool(topk or given_topk)
         width = topk or next((batch.topk_ids.shape[1] for batch in micro_batches if batch.topk_ids is not None), 0)

@@ -19,8 +19,7 @@ class CostModel:
     2020, section 2.1) that is proportional to ``T + T²/(6·d)``, whatever the depth; a forward alone has the same ratio. The
     count includes the half of the attention scores that a causal kernel skips, which makes up for the scores that such
     kernels compute again in the backward, and for attention running at a lower rate than matrix products.
-    The default is that of hidden size 4096: attention costs as much as the rest at 24,576 tokens. A prompt that samples
-    share counts in each of them.
+    The default is that of hidden size 4096: attention costs as much as the rest at 24,576 tokens.
 
     Raises:
         ConfigError: A coefficient is negative or not finite, or both are 0.

@@ -2,7 +2,7 @@
 
 The number of micro-batches is decided here, once for all ranks, so that no rank waits for another.
 
-Suffix legend: ``_R`` response tokens of a batch, ``_B`` samples, ``_K`` values per token.
+Suffix legend: ``_R`` response tokens of a batch, ``_B`` samples, ``_G`` groups by first appearance, ``_K`` values per token.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from arctic_core.batching.balance import best_fit, deal, pack
 from arctic_core.batching.cost import CostModel
+from arctic_core.batching.shared import group_prefixes
 from arctic_core.data import Batch, Group
 from arctic_core.errors import DataError
 
@@ -83,7 +84,13 @@ class BatchPlan:
 
 
 def plan_batch(
-    batch: Batch, *, ranks: int, max_tokens: int, micro_batches: int | None = None, cost: CostModel = _DEFAULT_COST
+    batch: Batch,
+    *,
+    ranks: int,
+    max_tokens: int,
+    micro_batches: int | None = None,
+    cost: CostModel = _DEFAULT_COST,
+    shared_prompts: bool = False,
 ) -> BatchPlan:
     """Spread a batch over ranks and micro-batches, by the lengths, the groups and the cost model alone.
 
@@ -92,6 +99,11 @@ def plan_batch(
     similar cost, each a unit: one with more than ``max_tokens`` tokens; one that costs more than :data:`DOMINANT` times a
     rank's fair share (into parts of about a share); and where there are fewer units than ranks, the groups that are
     costliest per part, until every rank has one or all samples are apart.
+
+    **Shared prompts.** With ``shared_prompts`` a unit counts the tokens that an engine computes which computes a group's common
+    prompt once: the prompt, and what each sample has besides; costs likewise. A group that is cut has its prompt in each part,
+    so it is cut by cost only where what is *not* shared costs more than :data:`DOMINANT` fair shares. Tokens that units share
+    with each other count in each, so a micro-batch may hold less than it is counted, and never more.
 
     **Ranks.** Every rank gets ⌊U/ranks⌋ or ⌈U/ranks⌉ of the ``U`` units: sizes differ by at most one group where groups are
     whole, by at most one sample where all groups are of one, by at most one part otherwise. The ranks' costs differ by at
@@ -108,9 +120,10 @@ def plan_batch(
 
     Args:
         ranks: Number of ranks.
-        max_tokens: Most tokens of one micro-batch; never exceeded. Tokens of shared prefixes count in each sample.
+        max_tokens: Most tokens of one micro-batch; never exceeded.
         micro_batches: Micro-batches per rank, instead of the smallest number.
         cost: What samples cost.
+        shared_prompts: Count the prompt of a group once, not in each sample.
 
     Raises:
         DataError: A sample alone exceeds ``max_tokens``, or no packing into ``micro_batches`` was found. One is always
@@ -126,7 +139,18 @@ def plan_batch(
             where="batch",
             remedy="raise micro_batch_tokens or shorten the sample",
         )
-    cutter = _Cutter(lengths_B, cost.costs(lengths_B), batch.groups, ranks, max_tokens)
+    group_B = _number(batch.groups)
+    prefix_G = group_prefixes(batch, group_B) if shared_prompts else np.zeros(group_B.max(initial=-1) + 1, np.int64)
+    prefix_costs_G = cost.costs(prefix_G)
+    cutter = _Cutter(
+        group_B=group_B,
+        tokens_B=lengths_B - prefix_G[group_B],
+        costs_B=cost.costs(lengths_B) - prefix_costs_G[group_B],
+        prefix_tokens_G=prefix_G,
+        prefix_costs_G=prefix_costs_G,
+        ranks=ranks,
+        max_tokens=max_tokens,
+    )
     if micro_batches is None:
         return cutter.plan(cutter.groups(ranks), at_least=1)
     for units in cutter.finer_and_finer(ranks * micro_batches):
@@ -144,13 +168,21 @@ Unit = list[int]
 """Samples that stay together."""
 
 
+def _number(groups: Sequence[Group]) -> np.ndarray:
+    """The number of each sample's group, int64 ``[B]``."""
+    numbers: dict[Group, int] = {}
+    return np.array([numbers.setdefault(group, len(numbers)) for group in groups], np.int64)
+
+
 @dataclass(frozen=True)
 class _Cutter:
-    """One batch and what it is cut for."""
+    """One batch and what it is cut for. Samples count without what their group shares, which each unit counts once."""
 
+    group_B: np.ndarray
     tokens_B: np.ndarray
     costs_B: np.ndarray
-    group_ids: tuple[Group, ...]
+    prefix_tokens_G: np.ndarray
+    prefix_costs_G: np.ndarray
     ranks: int
     max_tokens: int
 
@@ -158,28 +190,31 @@ class _Cutter:
         """Units to try for ``wanted`` bins in all."""
         yield self.groups(wanted)
         yield [[i] for i in range(len(self.tokens_B))]
-        yield best_fit(self.tokens_B.tolist(), self.max_tokens)
+        yield best_fit((self.tokens_B + self.prefix_tokens_G[self.group_B]).tolist(), self.max_tokens)
 
     def groups(self, wanted: int) -> list[Unit]:
         """The groups, split where they must be, and until there are ``wanted`` units or all samples are apart."""
-        members: dict[Group, list[int]] = {}  # by first appearance
-        for i, group in enumerate(self.group_ids):
-            members.setdefault(group, []).append(i)
-        groups = list(members.values())
-        tokens, costs = self._sums(groups)
-        sizes = np.array([len(group) for group in groups], np.int64)
-        shares = costs * self.ranks / costs.sum() if groups else costs  # of what a rank should get
-        by_cost = np.where(shares > DOMINANT, np.ceil(shares), 1).astype(np.int64)
-        parts = np.minimum(sizes, np.maximum(by_cost, -(-tokens // self.max_tokens)))
-        _add_parts(parts, sizes, costs, min(wanted, len(self.tokens_B)) - int(parts.sum()))
-        return [unit for group, count in zip(groups, parts.tolist(), strict=True) for unit in self._split(group, count)]
+        if not len(self.group_B):
+            return []
+        sizes_G = np.bincount(self.group_B)
+        tokens_G = np.bincount(self.group_B, self.tokens_B).astype(np.int64)
+        costs_G = np.bincount(self.group_B, self.costs_B)
+        shares_G = costs_G * self.ranks / (costs_G + self.prefix_costs_G).sum()  # of what a rank should get
+        by_cost_G = np.where(shares_G > DOMINANT, np.ceil(shares_G), 1).astype(np.int64)
+        room_G = np.maximum(self.max_tokens - self.prefix_tokens_G, 1)
+        parts_G = np.minimum(sizes_G, np.maximum(by_cost_G, -(-tokens_G // room_G)))
+        _add_parts(parts_G, sizes_G, self.prefix_costs_G, costs_G, min(wanted, len(self.group_B)) - int(parts_G.sum()))
+        members = np.split(np.argsort(self.group_B, kind="stable"), np.cumsum(sizes_G)[:-1])
+        parts = zip(members, parts_G.tolist(), strict=True)
+        return [unit for group, count in parts for unit in self._split(group.tolist(), count)]
 
     def _split(self, group: Unit, parts: int) -> list[Unit]:
         """At least so many parts, within the budget, each in ascending order."""
         if parts == 1:
             return [group]
         tokens, costs = self.tokens_B[group].tolist(), self.costs_B[group].tolist()
-        bins = pack(tokens, costs, self.max_tokens, parts, best_fit(tokens, self.max_tokens))
+        room = self.max_tokens - int(self.prefix_tokens_G[self.group_B[group[0]]])
+        bins = pack(tokens, costs, room, parts, best_fit(tokens, room))
         return [[group[place] for place in sorted(places)] for places in bins]
 
     def plan(self, units: list[Unit], at_least: int) -> BatchPlan:
@@ -200,21 +235,27 @@ class _Cutter:
         """Tokens and costs of each unit."""
         flat = np.fromiter(chain.from_iterable(units), np.int64, len(self.tokens_B))
         numbers = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
-        sums = (np.bincount(numbers, weights[flat], minlength=len(units)) for weights in (self.tokens_B, self.costs_B))
-        tokens, costs = sums
+        groups = len(self.prefix_tokens_G)
+        once = np.unique(numbers * groups + self.group_B[flat])  # each unit with each group that is in it
+
+        def total(own_B: np.ndarray, shared_G: np.ndarray) -> np.ndarray:
+            own = np.bincount(numbers, own_B[flat], len(units))
+            return own + np.bincount(once // groups, shared_G[once % groups], len(units)) if groups else own
+
+        tokens, costs = total(self.tokens_B, self.prefix_tokens_G), total(self.costs_B, self.prefix_costs_G)
         return tokens.astype(np.int64), costs
 
 
-def _add_parts(parts: np.ndarray, sizes: np.ndarray, costs: np.ndarray, missing: int) -> None:
+def _add_parts(parts: np.ndarray, sizes: np.ndarray, fixed: np.ndarray, costs: np.ndarray, missing: int) -> None:
     """Split further, in place: ``missing`` times the group that is costliest per part, while it has samples to part."""
     if missing <= 0:
         return
-    costliest = [(-costs[g] / parts[g], g) for g in np.flatnonzero(parts < sizes).tolist()]
+    costliest = [(-fixed[g] - costs[g] / parts[g], g) for g in np.flatnonzero(parts < sizes).tolist()]
     heapq.heapify(costliest)
     for _ in range(missing):
         g = costliest[0][1]
         parts[g] += 1
         if parts[g] < sizes[g]:
-            heapq.heapreplace(costliest, (-costs[g] / parts[g], g))
+            heapq.heapreplace(costliest, (-fixed[g] - costs[g] / parts[g], g))
         else:
             heapq.heappop(costliest)

@@ -10,6 +10,7 @@ from arctic_core.config.base import ConfigModel
 from arctic_core.config.effects import CLIENT_RULES, refuse_without_effect
 
 DType = Literal["float32", "bfloat16"]
+Zorro = Literal["auto", "on", "off"]
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -96,6 +97,12 @@ class TrainingConfig(ConfigModel):
     token of the vocabulary, and one row is always allowed. Above it comes the output layer's gradient in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    zorro: Zorro = "auto"
+    """ZoRRo Train: compute what samples share once. ``auto`` does where model, device and batch allow it, ``on`` refuses a
+    model or a device that cannot, ``off`` computes every sample on its own."""
+    zorro_check: bool = False
+    """At the first batch with shared prompts compare a few of its tokens with and without ZoRRo, and refuse to go on where
+    scores differ by more than rounding."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     offload_optimizer: bool = False
@@ -133,6 +140,10 @@ class LogProbConfig(ConfigModel):
     """Most tokens of one micro-batch."""
     head_budget_bytes: int = Field(512 * 2**20, ge=2**20)
     """Most bytes of temporaries per rank while hidden states become log-probs and entropies."""
+    zorro: Zorro = "auto"
+    """ZoRRo Train: compute what samples share once, as the option of that name of :class:`TrainingConfig`."""
+    zorro_check: bool = False
+    """As the option of that name of :class:`TrainingConfig`."""
     zero_stage: Literal[0, 3] = 0
     """0 keeps a replica per rank, 3 shards it."""
 

@@ -167,6 +167,12 @@ CLIENT_RULES: tuple[Rule[Any], ...] = (
         "leave it out, or set training.zero_stage to 1, 2 or 3",
     ),
     Rule(
+        ("training.zorro_check",),
+        lambda config: config.training.zorro == "off",
+        "training.zorro is 'off': there is nothing to check",
+        "leave it out, or leave out training.zorro",
+    ),
+    Rule(
         ("sampling", "max_seq_len", "deadlines.drain"),
         lambda config: not config.sampling_gpus,
         "it is for the sampler, and sampling_gpus is 0",
@@ -208,6 +214,12 @@ CLIENT_RULES: tuple[Rule[Any], ...] = (
         lambda config: config.log_prob_gpus > 0 and engine_name(config, "log_prob") == "torch",
         "it is for DeepSpeed, and the log-prob engine is 'torch'",
         "leave it out, or set log_prob.engine to 'deepspeed'",
+    ),
+    Rule(
+        ("log_prob.zorro_check",),
+        lambda config: config.log_prob.zorro == "off",
+        "log_prob.zorro is 'off': there is nothing to check",
+        "leave it out, or leave out log_prob.zorro",
     ),
     Rule(
         ("weight_sync",),

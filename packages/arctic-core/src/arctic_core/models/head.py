@@ -8,8 +8,8 @@ What a model does to its logits after the output layer is measured, not looked u
 numbers, and what the model makes of them is compared. A constant factor is taken into account. Anything else, such as
 soft-capping, leaves the model with its own output layer and whole logits.
 
-Suffix legend: ``_R`` response tokens, ``_D`` hidden size, ``_V`` vocabulary, ``_K`` candidates, ``_S`` scores of a response
-token: its log-prob, its entropy where wanted, and the log-probs of its candidates.
+Suffix legend: ``_R`` response tokens, ``_P`` rows that predict them, ``_D`` hidden size, ``_V`` vocabulary, ``_K`` candidates,
+``_S`` scores of a response token: its log-prob, its entropy where wanted, and the log-probs of its candidates.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class ChunkedHead:
         labels_R: torch.Tensor,
         temperatures_R: torch.Tensor,
         *,
+        rows_R: torch.Tensor | None = None,
         entropy: bool,
         ids_RK: torch.Tensor | None,
         topk: int,
@@ -57,22 +58,24 @@ class ChunkedHead:
         """Scores of the labels.
 
         Args:
-            run: Runs the model on rows that predict the labels and returns its logits ``[1, R, V]``, or what stands for them.
+            run: Runs the model on rows that predict the labels and returns its logits ``[1, P, V]``, or what stands for them.
             labels_R: Response tokens.
             temperatures_R: Their temperatures.
+            rows_R: Which of the ``P`` rows predicts each label; ``None``: one after the other.
             entropy: Whether entropies are wanted.
             ids_RK: More tokens to score.
             topk: How many most likely tokens to report instead.
         """
         found: list[HeadOutput] = []
 
-        def forward(hidden_1RD: torch.Tensor) -> torch.Tensor:
+        def forward(hidden_1PD: torch.Tensor) -> torch.Tensor:
             output = linear_logprob_entropy(
-                hidden_1RD[0],
+                hidden_1PD[0],
                 self.layer.weight,
                 labels_R,
                 bias_V=self.layer.bias,
                 temperature=temperatures_R,
+                rows_R=rows_R,
                 ids_RK=ids_RK,
                 topk=topk,
                 entropy=entropy,

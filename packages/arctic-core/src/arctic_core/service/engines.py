@@ -83,8 +83,10 @@ class Engines:
         else:
             tokens = self.config.log_prob.micro_batch_tokens
             group = LogProbGroup(ranks, deadline_s=deadline, micro_batch_tokens=tokens)
-        capabilities = (await group.reports())[0].capabilities
-        self._running[name] = RunningEngine(group, EngineState(name), definition, capabilities)
+        reports = await group.reports()
+        if isinstance(group, LogProbGroup):
+            group.shares_prompts = all(report.shares_prompts for report in reports)
+        self._running[name] = RunningEngine(group, EngineState(name), definition, reports[0].capabilities)
 
     def get(self, name: EngineName, op: str) -> RunningEngine:
         """An engine of the job; raises :class:`UnsupportedOperation` where the job has none, or one that cannot do ``op``."""
