@@ -28,9 +28,9 @@ from arctic_core.losses.named import count_divisor, find_loss
 from arctic_core.protocol import RESTORE_ALL, NamedLoss
 
 try:
-    from .loss_cases import CASES, bare_samples, full_batch, gradients_outside, needs
+    from .loss_cases import CASES, SAMPLES, full_batch, gradients_outside, needs
 except ImportError:  # as a program
-    from loss_cases import CASES, bare_samples, full_batch, gradients_outside, needs
+    from loss_cases import CASES, SAMPLES, full_batch, gradients_outside, needs
 
 AUTHKEY = b"arctic tests"
 LOSS = NamedLoss(
@@ -51,6 +51,8 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    samples: str = "bare"
+    """Which of :data:`loss_cases.SAMPLES` the losses are computed on."""
 
     def spec(self, rank: int = 0, rendezvous: str | None = None) -> RankSpec:
         optimizer = {"lr": 1e-3, "weight_decay": 0.1} | self.optimizer
@@ -206,6 +208,8 @@ CUTS = [
     [[6, 2], [0, 5, 1], [4, 3]],
     [[5], [1], [3], [0], [6], [2], [4]],
 ]
+SHARED_CUT = [[0, 1, 6], [2, 5, 4], [3]]
+"""The same of the samples with shared prompts: on two ranks the second one has a dummy where the first one shares nothing."""
 #: With these the first moment *is* the last normalised gradient, which every sharding saves whole.
 SHOW_GRADIENT = {"betas": (0.0, 0.95), "lr": 0.0}
 
@@ -251,8 +255,8 @@ def two_ways(case: Case, rank: int, rendezvous: str | None, folder: str) -> dict
     The batch is cut into three micro-batches that are dealt out to the ranks, or left whole on the oracle. The policy's
     log-probs, to which the batch's other fields are near, come from a file.
     """
-    whole = full_batch(np.load(Path(folder) / "logprobs.npy"))
-    cut = CUTS[0 if case.engine == "torch" else 2]
+    whole = full_batch(np.load(Path(folder) / "logprobs.npy"), case.samples)
+    cut = CUTS[0] if case.engine == "torch" else SHARED_CUT if case.samples == "shared" else CUTS[2]
     mine = [whole.select(indices) for indices in cut[rank :: case.world_size]]
     mine += [whole.select([])] * (-(-len(cut) // case.world_size) - len(mine))
     found = {}
@@ -261,7 +265,7 @@ def two_ways(case: Case, rank: int, rendezvous: str | None, folder: str) -> dict
     try:
         for name, loss in CASES.items():
             divisor = count_divisor(whole, prepare_loss(find_loss(loss.name), loss))
-            trainer.forward_backward(mine, loss, temperature=None)
+            metrics = trainer.forward_backward(mine, loss, temperature=None)
             norm = trainer.step(divisor=divisor, lr=0.0, max_grad_norm=0.0).grad_norm
             by_name = whole_gradient(trainer)
             outcomes = [trainer.forward([part], temperature=None, **needs(loss)) for part in mine]
@@ -271,6 +275,8 @@ def two_ways(case: Case, rank: int, rendezvous: str | None, folder: str) -> dict
             trainer.step(divisor=1.0, lr=0.0, max_grad_norm=0.0)
             difference = relative(whole_gradient(trainer), by_name)
             found[name] = {"norm": norm, "difference": difference, "gradient": by_name if rank == 0 else None}
+            found[name]["metrics"] = {key: (metric.sum, metric.count) for key, metric in metrics.items()}
+            found[name]["logprobs"] = [outcome.logprobs_R for outcome in outcomes]
     finally:
         trainer.stop()
     return found
@@ -351,7 +357,7 @@ def policy_logprobs(case: Case) -> np.ndarray:
     trainer = make_trainer(case.spec(), case.engine)
     trainer.start()
     try:
-        return trainer.forward([Batch.from_samples(bare_samples())], entropy=False, temperature=None).logprobs_R
+        return trainer.forward([Batch.from_samples(SAMPLES[case.samples]())], entropy=False, temperature=None).logprobs_R
     finally:
         trainer.stop()
 

@@ -54,10 +54,28 @@ def bare_samples() -> list[Sample]:
     return rows
 
 
-def full_batch(logprobs_R: np.ndarray) -> Batch:
+def shared_samples() -> list[Sample]:
+    """As many, with long prompts that a group shares, one that goes on where another ends, and responses that begin alike."""
+    rng = np.random.default_rng(4)
+    a, b, begun, c = (rng.integers(3, 500, size) for size in (80, 100, 70, 70))
+    prompts = [a, a, b, c, b, b, np.concatenate([a, c[:20]])]
+    rows = []
+    for i, (group, response) in enumerate([("a", 5), ("a", 0), ("b", 80), ("c", 1), ("b", 76), ("b", 2), ("d", 7)]):
+        own = rng.integers(3, 500, response)
+        if response > len(begun):
+            own[: len(begun)] = begun
+        row = {"token_ids": np.concatenate([prompts[i], own]), "prompt_length": len(prompts[i]), "group": group}
+        rows.append(Sample(**row, loss_mask=(rng.random(response) < 0.8) & (i != 5), temperature=[1.0, 0.7, 1.3][i % 3]))
+    return rows
+
+
+SAMPLES = {"bare": bare_samples, "shared": shared_samples}
+
+
+def full_batch(logprobs_R: np.ndarray, samples: str = "bare") -> Batch:
     """The samples with every field a loss may read, near the policy's own log-probs; masked slots hold NaN."""
     rng = np.random.default_rng(5)
-    batch = Batch.from_samples(bare_samples())
+    batch = Batch.from_samples(SAMPLES[samples]())
     old_R = logprobs_R + 0.1 * rng.normal(size=len(logprobs_R))
     fields = {
         "advantages": rng.normal(size=len(logprobs_R)),
