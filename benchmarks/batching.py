@@ -4,7 +4,8 @@
 
 Times include group bookkeeping and both permutations. Balance is the largest rank cost over the mean one; steps the mean
 cost of the ranks over the largest, summed over micro-batches (1 where no rank ever waits); fill the share of the token
-budget that is used. Then: selecting every micro-batch of a plan, and merging one float per response token.
+budget that is used. Then: selecting every micro-batch of a plan, merging one float per response token, and planning 4,096
+samples that share prompts of 2,048 tokens in groups of 8, which are compared.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ def main() -> None:
         "max_tokens": options.max_tokens,
         "lines": lines,
         "handling_ms": handling(options.samples, options.max_tokens, options.rounds),
+        "shared_ms": shared(options.samples, options.max_tokens, options.rounds),
         "numpy": np.__version__,
         "python": sys.version.split()[0],
         "machine": platform.processor() or platform.machine(),
     }
     medians = [line["median_ms"] for line in lines]
     print(f"medians from {min(medians):.1f} to {max(medians):.1f} ms; {figures['handling_ms']}")
+    print(f"shared prompts: {figures['shared_ms']}")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
 
@@ -131,6 +134,18 @@ def handling(samples: int, max_tokens: int, rounds: int) -> dict[str, float]:
     select = timed(lambda: [batch.select(indices) for rank in plan.ranks for indices in rank], rounds)
     merge = timed(lambda: plan.merge(batch, outputs), rounds)
     return {"select": round(statistics.median(select), 1), "merge": round(statistics.median(merge), 1)}
+
+
+def shared(samples: int, max_tokens: int, rounds: int) -> dict[str, float]:
+    """Median milliseconds of planning with prompts counted once, over ranks."""
+    prompt = 2048
+    batch = make_batch(prompt + distributions(samples)["lognormal"] % 2048, 8)
+    batch = batch.replace(prompt_lengths=np.full(samples, prompt), advantages=None, old_logprobs=None)
+
+    def plan(ranks: int) -> Callable[[], BatchPlan]:
+        return lambda: plan_batch(batch, ranks=ranks, max_tokens=max_tokens, cost=COST, shared_prompts=True)
+
+    return {f"{ranks} ranks": round(statistics.median(timed(plan(ranks), rounds)), 1) for ranks in (1, 8, 64)}
 
 
 def show(line: dict) -> None:

@@ -204,9 +204,10 @@ class _Cutter:
         room_G = np.maximum(self.max_tokens - self.prefix_tokens_G, 1)
         parts_G = np.minimum(sizes_G, np.maximum(by_cost_G, -(-tokens_G // room_G)))
         _add_parts(parts_G, sizes_G, self.prefix_costs_G, costs_G, min(wanted, len(self.group_B)) - int(parts_G.sum()))
-        members = np.split(np.argsort(self.group_B, kind="stable"), np.cumsum(sizes_G)[:-1])
-        parts = zip(members, parts_G.tolist(), strict=True)
-        return [unit for group, count in parts for unit in self._split(group.tolist(), count)]
+        members = np.argsort(self.group_B, kind="stable").tolist()
+        ends = np.cumsum(sizes_G).tolist()
+        groups = [members[end - size : end] for end, size in zip(ends, sizes_G.tolist(), strict=True)]
+        return [unit for group, count in zip(groups, parts_G.tolist(), strict=True) for unit in self._split(group, count)]
 
     def _split(self, group: Unit, parts: int) -> list[Unit]:
         """At least so many parts, within the budget, each in ascending order."""
