@@ -294,6 +294,8 @@ def token_array(value: ArrayLike, where: str) -> np.ndarray:
     Raises:
         DataError: They are not one-dimensional, not integers, or outside 0..2³¹-1.
     """
+    if isinstance(value, str):
+        raise DataError("is text, not token ids", where=where, remedy="encode it with the model's tokenizer")
     array = _vector(value, np.int32, where)
     if array.size and array.min() < 0:
         raise DataError(

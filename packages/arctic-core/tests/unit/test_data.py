@@ -89,6 +89,7 @@ def test_an_empty_response_is_valid() -> None:
         (lambda: Sample(token_ids=["a"], prompt_length=1), "sample.token_ids", "expected integers"),
         (lambda: Sample(token_ids=[[1], [2, 3]], prompt_length=1), "sample.token_ids", "no array"),
         (lambda: Sample(token_ids=[2**31], prompt_length=1), "sample.token_ids", "int32"),
+        (lambda: Sample(token_ids="text", prompt_length=1), "sample.token_ids", "is text"),
         (lambda: Sample(token_ids=[1, -100], prompt_length=1), "sample.token_ids", "-100 is negative"),
         (lambda: Sample(token_ids=[], prompt_length=1), "sample.prompt_length", "outside 1..0"),
         (lambda: sample(prompt=0), "sample.prompt_length", "0 is outside 1..3"),

@@ -8,7 +8,7 @@ import pytest
 from arctic_core.client import create_arctic_rl_client
 from arctic_core.errors import CheckpointError, ConfigError, InvalidStateError, RewardError
 from arctic_core.rl.config import TrainJobConfig
-from arctic_core.rl.job import train
+from arctic_core.rl.job import make_recipe, train
 from arctic_core.rl.loop import ResumePoint, find_resume_point
 from arctic_core.rl.observe import Silent
 from arctic_core.rl.report import open_run
@@ -266,6 +266,25 @@ def test_seeds_change_prompts_and_samples(tiny_model, tmp_path):
         train(job(tiny_model, reward=None, seed=seed, steps=1, checkpoint={"every": 0}), tmp_path / str(seed))
     one, two = (samples_of(tmp_path / str(seed)) for seed in (1, 2))
     assert one != two
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollouts": {"n": 1}}, ["rollouts.n is 1"]),
+        ({"rollouts": {"n": 1}, "algorithm": {"loss": {"name": "reinforce_pp"}}}, []),
+        ({"rollouts": {"n": 1}, "algorithm": {"loss": {"name": "sft"}}}, []),
+        ({"rollouts": {"top_p": 0.9}}, ["cannot reproduce its log-probs"]),
+        ({"rollouts": {"top_k": 5, "n": 1}}, ["rollouts.n is 1", "cannot reproduce its log-probs"]),
+        ({}, []),
+    ],
+)
+def test_what_is_hardly_meant_is_said(tiny_model, caplog, changes, said):
+    values = {"reward": None, **changes, "rollouts": {"max_tokens": 6, **changes.get("rollouts", {})}}
+    make_recipe(job(tiny_model, **values), tiny_model)
+    assert len(caplog.messages) == len(said)
+    for message, part in zip(caplog.messages, said, strict=True):
+        assert part in message
 
 
 def test_responses_may_be_empty_or_groups_single(tiny_model, tmp_path):

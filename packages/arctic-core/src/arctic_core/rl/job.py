@@ -6,6 +6,7 @@ one is started. However the job ends, the client is closed and the summary says 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from arctic_core.client import ArcticRLClient, create_arctic_rl_client
 from arctic_core.config import ArcticRLClientConfig
+from arctic_core.config.advantages import ReinforcePPAdvantageConfig
 from arctic_core.errors import ConfigError
 from arctic_core.losses.base import LossDefinition, PreparedLoss, prepare_loss
 from arctic_core.losses.named import find_loss
@@ -26,6 +28,8 @@ from arctic_core.rl.plot import plot_run
 from arctic_core.rl.prompts import ChatTokenizer, locate_model
 from arctic_core.rl.report import RunFolder, Status, Summary, open_run, summarize
 from arctic_core.rl.tasks import load_reward
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TEACHER_TOPK = 16
 
@@ -86,6 +90,8 @@ def make_recipe(config: TrainJobConfig, model: str, registry: PluginRegistry | N
     definition = find_loss(config.algorithm.loss.name, registry=plugins, allow_import=allow_import)
     loss = _named_loss(config, definition)
     prepared = prepare_loss(definition, loss)
+    for doubt in _doubts(config, prepared):
+        logger.warning(doubt)
     task = plugins.task(config.task.name).create(config.task.options)
     return Recipe(
         config=config,
@@ -96,6 +102,21 @@ def make_recipe(config: TrainJobConfig, model: str, registry: PluginRegistry | N
         fields=frozenset((*prepared.required, *config.algorithm.advantage.required_fields())),
         teacher_topk=_teacher_topk(config, prepared),
     )
+
+
+def _doubts(config: TrainJobConfig, prepared: PreparedLoss) -> list[str]:
+    """What is allowed, and most likely not meant."""
+    found = []
+    advantage, rollouts = config.algorithm.advantage, config.rollouts
+    absolute = isinstance(advantage, ReinforcePPAdvantageConfig) and not advantage.baseline
+    if rollouts.n == 1 and "advantages" in prepared.required and not absolute:
+        found.append(f"rollouts.n is 1, and the advantage {advantage.name!r} of a group of one is 0: nothing will be learnt")
+    if rollouts.top_p < 1 or rollouts.top_k > 0:
+        found.append(
+            "rollouts.top_p or top_k cuts the distribution that is sampled: the trainer cannot reproduce its log-probs, "
+            "and mismatch/* will show the gap"
+        )
+    return found
 
 
 def _named_loss(config: TrainJobConfig, definition: LossDefinition) -> NamedLoss:
