@@ -104,6 +104,7 @@ def test_names_and_options_become_messages() -> None:
         with pytest.raises(DataError, match="expected a NamedLoss") as caught:
             named_loss(wrong, "here")  # type: ignore[arg-type]
         assert caught.value.where == "here"
+        assert ("got the class GRPOLossConfig" in str(caught.value)) == (wrong is GRPOLossConfig)
 
 
 def test_naming_and_finding_losses_needs_no_torch() -> None:

@@ -35,8 +35,9 @@ def named_loss(loss: LossLike, where: str = "loss") -> NamedLoss:
         return NamedLoss(name=loss)
     name = getattr(loss, "name", None)
     if not isinstance(loss, ConfigModel) or not isinstance(name, str):
+        got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
         raise DataError(
-            f"expected a NamedLoss, a name or the options of a loss, got {type(loss).__name__}",
+            f"expected a NamedLoss, a name or the options of a loss, got {got}",
             where=where,
             remedy='e.g. "grpo" or GRPOLossConfig(clip_high=0.28)',
         )
