@@ -256,6 +256,10 @@ def make_transport(config: ArcticRLClientConfig) -> Transport:
         from arctic_core.transports.ray import RayTransport
 
         return RayTransport(config)
+    if config.comm_protocol == "http":
+        from arctic_core.transports.http import HttpTransport
+
+        return HttpTransport(config)
     from arctic_core.transports.local import LocalTransport
 
     return LocalTransport(config)

@@ -78,7 +78,7 @@ class ClientCore:
             raise UnsupportedOperation(
                 "nobody else can connect to this job",
                 where=type(self._transport).__name__,
-                remedy="use comm_protocol='ray'",
+                remedy="use comm_protocol='ray' or 'http'",
             )
         return config
 

@@ -191,6 +191,29 @@ class RayConfig(ConfigModel):
     """Start Ray's dashboard in a private cluster."""
 
 
+class HttpConfig(ConfigModel):
+    """The server behind ``comm_protocol="http"``."""
+
+    url: str | None = Field(None, pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")
+    """Address of a running server (``arctic serve``), e.g. ``"https://arctic.example:8520"``; absent starts one on this machine
+    that ends with the client."""
+    engines: Literal["local", "ray"] = "ray"
+    """Where the server that this client starts runs the engines: in its own process, or as Ray actors."""
+    token_env: str = Field("ARCTIC_TOKEN", min_length=1)
+    """Environment variable that holds the token; unset, or empty, sends none."""
+    token_file: str | None = None
+    """File that holds the token, read instead of the environment variable."""
+    ca_file: str | None = None
+    """PEM file of the authorities that may sign the server's certificate; absent means those that Python trusts."""
+    connect_timeout_s: float = Field(5.0, gt=0)
+    """Seconds until a connection must stand."""
+    retries: int = Field(5, ge=0)
+    """How often a request is repeated that could not be delivered, or that the server was too busy to take. Pauses grow from
+    0.2 s by doubling."""
+    lease_s: float = Field(120.0, gt=0)
+    """The server stops the job when it has not heard from any client for so many seconds."""
+
+
 class ArcticRLClientConfig(ConfigModel):
     """Everything a client needs to start, or find, the engines of one job.
 
@@ -202,8 +225,8 @@ class ArcticRLClientConfig(ConfigModel):
 
     model_name: str
     """Hugging Face hub id, local folder, or GGUF file."""
-    comm_protocol: Literal["local", "ray"] = "local"
-    """``local`` runs the engines in this process, ``ray`` as actors."""
+    comm_protocol: Literal["local", "ray", "http"] = "local"
+    """``local`` runs the engines in this process, ``ray`` as actors, ``http`` behind a server."""
     training_gpus: int = Field(0, ge=0)
     """Training ranks, one GPU each; CPU ranks where there is no GPU."""
     sampling_gpus: int = Field(0, ge=0)
@@ -223,7 +246,7 @@ class ArcticRLClientConfig(ConfigModel):
     max_seq_len: int = Field(2048, ge=2)
     """Longest prompt plus response, tokens."""
     job: str = "arctic"
-    """Name of the job, shown in logs and part of the name of its Ray actor."""
+    """Name of the job, shown in logs and part of the name under which others find it."""
     training: TrainingConfig = TrainingConfig()
     """Training engine."""
     sampling: SamplingConfig = SamplingConfig()
@@ -236,6 +259,8 @@ class ArcticRLClientConfig(ConfigModel):
     """Deadlines."""
     ray: RayConfig = RayConfig()
     """Ray."""
+    http: HttpConfig = HttpConfig()
+    """The server."""
     plugins_strict: bool = False
     """Fail at start when any installed plugin failed to load."""
     connect_to: str | None = None
@@ -246,7 +271,9 @@ class ArcticRLClientConfig(ConfigModel):
         if self.connect_to is None and not (self.training_gpus or self.sampling_gpus or self.log_prob_gpus):
             raise ValueError("no engine asked for: set training_gpus, sampling_gpus or log_prob_gpus")
         if self.connect_to is not None and self.comm_protocol == "local":
-            raise ValueError("connect_to needs comm_protocol='ray': a local job lives in its own process")
+            raise ValueError("connect_to needs comm_protocol='ray' or 'http': a local job lives in its own process")
+        if self.connect_to is not None and self.comm_protocol == "http" and self.http.url is None:
+            raise ValueError("connect_to needs http.url: the address of the server that runs the job")
         if self.reference and not (self.training_gpus or self.log_prob_gpus):
             raise ValueError("reference=True needs a trainer or log-prob ranks to hold the reference model")
         refuse_without_effect(self, CLIENT_RULES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pydantic_core import PydanticCustomError
 
@@ -76,9 +76,20 @@ def given_settings(config: ConfigModel, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
+def engines_run(config: ArcticRLClientConfig) -> Literal["local", "ray"] | None:
+    """Where the engines run: in one process, over Ray, or wherever the server at ``http.url`` decides (``None``)."""
+    if config.comm_protocol != "http":
+        return config.comm_protocol
+    return config.http.engines if config.http.url is None else None
+
+
 def engine_name(config: ArcticRLClientConfig, engine: EngineName) -> str:
-    """The registered name of an engine, ``auto`` resolved."""
-    local = config.comm_protocol == "local"
+    """The registered name of an engine, ``auto`` resolved where it is known where the engines run."""
+    where = engines_run(config)
+    local = where == "local"
+    if where is None:
+        followed = config.training.engine if config.log_prob.engine == "auto" else config.log_prob.engine
+        return {"trainer": config.training.engine, "sampler": config.sampling.engine, "log_prob": followed}[engine]
     if engine == "sampler":
         return ("transformers" if local else "vllm") if config.sampling.engine == "auto" else config.sampling.engine
     if engine == "log_prob" and config.log_prob.engine != "auto":
@@ -95,7 +106,7 @@ def _block(name: str, fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _local(config: ArcticRLClientConfig) -> bool:
-    return config.comm_protocol == "local"
+    return engines_run(config) == "local"
 
 
 def _engines(config: ArcticRLClientConfig) -> int:
@@ -114,14 +125,44 @@ CLIENT_RULES: tuple[Rule[Any], ...] = (
     Rule(
         ("ray",),
         _local,
-        "comm_protocol is 'local': there is no Ray cluster",
-        "leave it out, or set comm_protocol to 'ray'",
+        "the engines run in one process (comm_protocol or http.engines is 'local'): there is no Ray cluster",
+        "leave it out, or set comm_protocol (or http.engines) to 'ray'",
+    ),
+    Rule(
+        ("http",),
+        lambda config: config.comm_protocol != "http",
+        "comm_protocol is not 'http': there is no server",
+        "leave it out, or set comm_protocol to 'http'",
+    ),
+    Rule(
+        ("http.token_env", "http.token_file", "http.ca_file"),
+        lambda config: config.http.url is None,
+        "http.url is absent, and the server that the client starts is on this machine with a token of its own",
+        "leave it out, or set http.url",
+    ),
+    Rule(
+        ("http.token_env",),
+        lambda config: config.http.token_file is not None,
+        "http.token_file is read instead",
+        "leave it out, or leave out http.token_file",
+    ),
+    Rule(
+        ("http.ca_file",),
+        lambda config: not (config.http.url or "").startswith("https:"),
+        "http.url is not https: there is no certificate",
+        "leave it out, or use an https address",
+    ),
+    Rule(
+        ("http.engines",),
+        lambda config: config.http.url is not None,
+        "the server at http.url decides where engines run",
+        "leave it out, or leave out http.url",
     ),
     Rule(
         ("colocate",),
         _local,
-        "comm_protocol is 'local': all engines share this process and its device anyhow",
-        "leave it out, or set comm_protocol to 'ray'",
+        "the engines run in one process (comm_protocol or http.engines is 'local') and share its device anyhow",
+        "leave it out, or set comm_protocol (or http.engines) to 'ray'",
     ),
     Rule(
         ("colocate",),
