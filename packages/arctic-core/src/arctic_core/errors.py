@@ -23,6 +23,10 @@
     ├── WeightSyncError                     a weight sync was refused or failed; the old weights serve on
     ├── CheckpointError                     a checkpoint is missing, incomplete or of another model
     ├── PluginError                         a plugin failed to load or broke a hook's contract
+    ├── AuthenticationError                 the server does not know who asks
+    ├── PermissionDeniedError               the server knows, and this one may not
+    ├── JobNotFoundError                    the server has no such job, or not for this caller
+    ├── PayloadTooLargeError                a body or header exceeds what the server takes
     └── TransportError                      the service could not be reached
         └── TransportClosedError            the client or its transport is closed
 
@@ -36,6 +40,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArcticError",
+    "AuthenticationError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -44,10 +49,13 @@ __all__ = [
     "EngineError",
     "EngineStartError",
     "InvalidStateError",
+    "JobNotFoundError",
     "MissingExtraError",
     "ModelError",
     "ModelNotFoundError",
     "NonFiniteError",
+    "PayloadTooLargeError",
+    "PermissionDeniedError",
     "PlacementError",
     "PluginError",
     "ProtocolError",
@@ -177,6 +185,22 @@ class CheckpointError(ArcticError):
 
 class PluginError(ArcticError):
     """A plugin failed to load or broke a hook's contract."""
+
+
+class AuthenticationError(ArcticError):
+    """The server does not know who asks: no token, or not one of its own."""
+
+
+class PermissionDeniedError(ArcticError):
+    """The server knows who asks, and this one may not do that."""
+
+
+class JobNotFoundError(ArcticError):
+    """The server has no such job, or not for this caller."""
+
+
+class PayloadTooLargeError(ArcticError):
+    """A body or header exceeds what the server takes."""
 
 
 class TransportError(ArcticError):

@@ -47,15 +47,15 @@ class ServiceActor:
             return ErrorInfo.of(error, where="start")
         return None
 
-    async def handle(self, frame: bytes) -> bytes:
-        """One request, one reply."""
+    async def handle(self, frame: Any) -> bytes:
+        """One request, one reply. The frame is any buffer."""
         try:
             request = decode(frame, Request)
         except ArcticError as error:
             return encode(Reply(sequence=-1, body=ErrorInfo.of(error)))
         return encode(await self._service.handle(request))
 
-    async def stream(self, frame: bytes) -> AsyncIterator[bytes]:
+    async def stream(self, frame: Any) -> AsyncIterator[bytes]:
         """One request, many replies."""
         async with contextlib.aclosing(self._service.stream(decode(frame, Request))) as replies:
             async for reply in replies:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
 
+from arctic_core import wire
 from arctic_core.config.client import ArcticRLClientConfig
 from arctic_core.protocol import Reply, Request
 
@@ -30,6 +33,22 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def stream(self, request: Request) -> AsyncIterator[Reply]:
         """Carry one request and yield its replies, the last of which holds ``Done`` or an error."""
+
+    async def relay(self, request: Request, frame: wire.Buffer) -> wire.Buffer:
+        """Like :meth:`send`, from frame to frame, for those who got the request as a frame and answer with one.
+
+        Args:
+            request: What ``frame`` holds.
+            frame: The encoded request; it must not change before the answer is there. A transport that sends frames hands it
+                on as it is.
+        """
+        return await asyncio.to_thread(wire.encode, await self.send(request))
+
+    async def relay_stream(self, request: Request, frame: wire.Buffer) -> AsyncGenerator[wire.Buffer, None]:
+        """Like :meth:`stream`, from frame to frames."""
+        async with contextlib.aclosing(self.stream(request)) as replies:  # type: ignore[type-var] - all are generators
+            async for reply in replies:
+                yield wire.encode(reply)
 
     @abc.abstractmethod
     async def close(self, shutdown: bool) -> None:

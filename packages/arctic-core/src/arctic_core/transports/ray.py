@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from arctic_core import wire
 from arctic_core.config.client import ArcticRLClientConfig, RayConfig
@@ -88,18 +90,33 @@ class RayTransport(Transport):
     # --- messages -----------------------------------------------------------------------------------------------------
 
     async def send(self, request: Request) -> Reply:
-        with _translated(request.operation.op()):
-            ref = self._running().actor.handle.remote(wire.encode(request))
-            with self._cancelling(ref):
-                frame = await asyncio.wrap_future(ref.future())
-        return wire.decode(frame, Reply)
+        return wire.decode(await self._handle(request, wire.encode(request)), Reply)
 
     async def stream(self, request: Request) -> AsyncIterator[Reply]:
+        async with contextlib.aclosing(self._stream(request, wire.encode(request))) as frames:
+            async for frame in frames:
+                yield wire.decode(frame, Reply)
+
+    async def relay(self, request: Request, frame: wire.Buffer) -> wire.Buffer:
+        return await self._handle(request, _as_argument(frame))
+
+    async def relay_stream(self, request: Request, frame: wire.Buffer) -> AsyncGenerator[wire.Buffer, None]:
+        async with contextlib.aclosing(self._stream(request, _as_argument(frame))) as frames:
+            async for reply in frames:
+                yield reply
+
+    async def _handle(self, request: Request, frame: Any) -> bytes:
         with _translated(request.operation.op()):
-            refs = self._running().actor.stream.options(num_returns="streaming").remote(wire.encode(request))
+            ref = self._running().actor.handle.remote(frame)
+            with self._cancelling(ref):
+                return await asyncio.wrap_future(ref.future())
+
+    async def _stream(self, request: Request, frame: Any) -> AsyncGenerator[bytes, None]:
+        with _translated(request.operation.op()):
+            refs = self._running().actor.stream.options(num_returns="streaming").remote(frame)
             with self._cancelling(refs):
                 async for ref in refs:
-                    yield wire.decode(await asyncio.wrap_future(ref.future()), Reply)
+                    yield await asyncio.wrap_future(ref.future())
 
     def _running(self) -> RayJob:
         if self._job is None:
@@ -117,6 +134,11 @@ class RayTransport(Transport):
             # Not recursive: the service itself ends what it began in the engines, and lets writes finish.
             ray.cancel(task, recursive=False)
             raise
+
+
+def _as_argument(frame: wire.Buffer) -> Any:
+    """A frame so that Ray takes its bytes from where they are: as an array, which the actor sees in shared memory."""
+    return frame if isinstance(frame, bytes) else np.frombuffer(frame, np.uint8)
 
 
 def _front() -> Any:
