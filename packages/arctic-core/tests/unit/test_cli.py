@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from arctic_core.cli import checks
@@ -231,3 +232,39 @@ def test_doctor_notices_a_vllm_built_for_another_torch(monkeypatch):
     (found,) = [check for check in checks.check_stack() if check.status == "failure"]
     assert "vllm 0.26.0" in found.detail
     assert found.fix
+
+
+def test_doctor_names_the_kernels_that_this_machine_would_use(monkeypatch):
+    if not torch.cuda.is_available():
+        attention, head = checks.check_paths()
+        assert (attention.status, head.status) == ("ok", "ok")
+        assert "computed once, attention by sdpa (torch " in attention.detail
+        assert "on CPU: fastest that can do this; fa4 lacks" in attention.detail
+        assert "in chunks by torch" in head.detail
+    monkeypatch.setenv("ARCTIC_FOREST_BACKEND", "eager")
+    assert "by eager" in next(checks.check_paths()).detail
+    monkeypatch.setenv("ARCTIC_FOREST_BACKEND", "fa5")
+    (attention, _) = checks.check_paths()
+    assert (attention.status, "'fa5'" in attention.detail) == ("warning", True)
+    assert "unset ARCTIC_FOREST_BACKEND" in attention.fix
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason", "status", "words"),
+    [
+        ("flash", "fastest that can do this; fa4 lacks the package flash-attn-4", "ok", "fa4 lacks the package"),
+        (
+            "eager",
+            "fastest that can do this; flex lacks the package triton",
+            "note",
+            "zorro=auto computes every sample on its own",
+        ),
+        ("eager", "asked for by ARCTIC_FOREST_BACKEND", "ok", "computed once"),
+    ],
+)
+def test_doctor_says_what_a_gpu_lacks(backend, reason, status, words):
+    report = {"device": "a GPU", "gpu": True, "refused": None, "attention": backend, "reason": reason, "version": "torch 2"}
+    check = checks._check_attention(report)
+    assert check.status == status
+    assert words in check.detail
+    assert f"by {backend} (torch 2) on a GPU" in check.detail

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 from packaging.requirements import Requirement
@@ -54,6 +54,26 @@ if report.get("torch", "") is None:
 print("\\n" + json.dumps(report))
 """
 
+_PATHS = """
+import json, torch
+from arctic_kernels import head_fused
+from arctic_kernels.zorro import UnsupportedAttentionError, available_backends, choose_backend
+cuda = torch.cuda.is_available()
+dtype, device = (torch.bfloat16, "cuda") if cuda else (torch.float32, "cpu")
+report = {"device": torch.cuda.get_device_name() if cuda else "CPU", "gpu": cuda, "refused": None, "tiles": None}
+versions = {row.backend: row.detail for row in available_backends()}
+try:
+    choice = choose_backend(torch.empty(0, 8, 128, dtype=dtype, device=device, requires_grad=True))
+    report |= {"attention": choice.backend, "reason": choice.reason, "version": versions[choice.backend]}
+except UnsupportedAttentionError as error:
+    report["refused"] = str(error)
+try:
+    head_fused.choose("triton", torch.empty(0, 8, dtype=dtype, device=device), None, 0)
+except ValueError as error:
+    report["tiles"] = str(error)
+print("\\n" + json.dumps(report))
+"""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -72,6 +92,7 @@ def all_checks(backend: str | None, model: str | None, imports: bool) -> Iterato
     yield from check_stack()
     if imports:
         yield from check_imports(backend)
+        yield from check_paths()
     yield from check_machine()
     yield from check_plugins()
     if model is not None:
@@ -172,6 +193,35 @@ def check_imports(backend: str | None) -> Iterator[Check]:
         yield Check("ok", "imports", ", ".join(report))
     if devices is not None:
         yield Check("ok", "devices", ", ".join(devices) if devices else f"no GPU; engines run on {os.cpu_count()} CPU cores")
+
+
+def check_paths() -> Iterator[Check]:
+    """Which kernels training and scoring would use here, for bfloat16 on a GPU and float32 on a CPU; nothing without torch."""
+    if any(installed_version(name) is None for name in ("arctic-kernels", "torch", "transformers")):
+        return
+    command = [sys.executable, "-W", "ignore", "-c", _PATHS]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=True)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        last = (str(error.stderr or error).strip().splitlines() or ["no message"])[-1]
+        yield Check("failure", "kernels", escape(last), "reinstall arctic-kernels and torch")
+        return
+    report = json.loads(done.stdout.strip().splitlines()[-1])
+    yield _check_attention(report)
+    tiles = "in tiles by triton only where a program asks for it" if report["tiles"] is None else "as nothing else runs here"
+    yield Check("ok", "output layer", f"in chunks by torch, {tiles}")
+
+
+def _check_attention(report: dict[str, Any]) -> Check:
+    name = "shared prompts"
+    if report["refused"] is not None:
+        detail = f"every sample on its own, and zorro=on is refused: {report['refused']}"
+        return Check("warning", name, escape(detail), "unset ARCTIC_FOREST_BACKEND, or name another backend")
+    detail = f"attention by {report['attention']} ({report['version']}) on {report['device']}: {report['reason']}"
+    if report["gpu"] and report["attention"] == "eager" and not report["reason"].startswith("asked"):
+        fix = "set zorro=on to compute them once all the same"
+        return Check("note", name, escape(f"zorro=auto computes every sample on its own: {detail}"), fix)
+    return Check("ok", name, escape(f"computed once, {detail}"))
 
 
 def check_machine() -> Iterator[Check]:

@@ -13,6 +13,7 @@ from arctic_core.advantages import Advantages
 from arctic_core.data import Batch
 from arctic_core.protocol import FinishReason, Metric
 
+_ENGINE_METRICS = {"zorro_saved": "tokens/zorro_saved"}
 _MAX_LOG_RATIO = 20.0  # exp stays finite; a token this far off is reported by the largest difference anyway
 
 
@@ -98,9 +99,10 @@ def sample_means(batch: Batch, values_R: np.ndarray) -> list[float]:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Exact means of (sum, count) metrics over several optimizer steps."""
+    """Exact means of (sum, count) metrics over several optimizer steps; those that are not the engine's own are the loss's."""
     total: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
             total[name] = total[name] + metric if name in total else metric
-    return {name if "/" in name else f"loss/{name}": metric.mean for name, metric in total.items()}
+    places = {name: _ENGINE_METRICS.get(name, name if "/" in name else f"loss/{name}") for name in total}
+    return {places[name]: metric.mean for name, metric in total.items()}
