@@ -10,7 +10,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 from typer.core import TyperGroup
 
-from arctic_core.cli import configs, console, doctor, plugins, train
+from arctic_core.cli import configs, console, doctor, plugins, serve, train
 from arctic_core.errors import ArcticError
 from arctic_core.plugins.manager import get_registry
 
@@ -66,6 +66,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_options)
     app.command("train")(train.train)
+    app.command("serve")(serve.serve)
     app.command("doctor")(doctor.doctor)
     app.command("plugins")(plugins.plugins)
     app.add_typer(configs.app, name="config", help="Explain every configuration key, or show a job as it would run.")

@@ -75,6 +75,9 @@ class ServerConfig(ConfigModel):
     """Where jobs run: as Ray actors, or inside the server's process."""
     ray: RayConfig = RayConfig()
     """The Ray cluster of all jobs."""
+    ray_cpus: int | None = Field(None, ge=1)
+    """CPUs that a private cluster declares; ranks on CPU take turns on the cores there are. Absent: 8 for each of
+    ``max_jobs``."""
     max_jobs: int = Field(8, ge=1)
     """Most jobs that start or run at once."""
     max_body_bytes: int = Field(2 * 2**30, ge=2**10)
@@ -147,6 +150,8 @@ class ServerConfig(ConfigModel):
             raise ValueError("max_body_bytes exceeds max_buffered_bytes: the largest body could never be read")
         if self.unrestricted_paths and not self.loopback:
             raise ValueError("unrestricted_paths is for a server on the loopback interface")
-        if self.engines == "local" and self.ray != RayConfig():
-            raise ValueError("ray: no effect, because engines is 'local'")
+        if self.engines == "local" and (self.ray != RayConfig() or self.ray_cpus):
+            raise ValueError("ray, ray_cpus: no effect, because engines is 'local'")
+        if self.ray.address is not None and self.ray_cpus:
+            raise ValueError("ray_cpus: no effect, because ray.address names a cluster that has its own")
         return self

@@ -22,6 +22,7 @@ from arctic_core.server import call_routes, routes
 from arctic_core.server.auth import Tokens
 from arctic_core.server.body import Budget
 from arctic_core.server.calls import Calls
+from arctic_core.server.cluster import cluster, require_ray
 from arctic_core.server.gate import Gate
 from arctic_core.server.jobs import Jobs
 from arctic_core.server.observe import Observer
@@ -44,13 +45,16 @@ def create_app(
 
     Raises:
         ConfigError: A token cannot be read.
+        MissingExtraError: Jobs are to run over Ray, which is not installed.
     """
+    if config.engines == "ray" and connect is None:
+        require_ray()
     jobs = Jobs(config, observer=observer, connect=connect)
     calls = Calls(config, jobs)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
-        async with jobs, calls:
+        async with cluster(config), jobs, calls:
             yield
 
     app = fastapi.FastAPI(

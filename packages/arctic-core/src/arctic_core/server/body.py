@@ -48,7 +48,7 @@ class Body:
         """A writable buffer of that size, with what was in the old one at its beginning."""
         self._budget.take(size - self._taken)
         self._taken = size
-        buffer = memoryview(np.empty(size, np.uint8)).cast("B")  # takes memory only as it is written to
+        buffer = np.empty(size, np.uint8).data  # takes memory only as it is written to
         buffer[: len(self.view)] = self.view
         self.view = buffer
         return buffer

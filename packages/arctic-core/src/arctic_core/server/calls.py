@@ -93,12 +93,18 @@ class Calls:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all calls; whoever waits is told so. Idempotent."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for call in list(self._calls.values()):
+            await asyncio.wait([self._sweeper])
+        running = [call.task for call in self.running() if call.task is not None]
+        for call in self.running():
             call.cancel(_verdict("the server is shutting down"))
-        if running := self.running():
-            await asyncio.wait([call.task for call in running if call.task], timeout=GRACE_S)
+        if running:
+            await asyncio.wait(running, timeout=GRACE_S)
 
     def running(self) -> list[Call]:
         """Calls without an answer yet."""

@@ -243,6 +243,10 @@ class Jobs:
     def __iter__(self) -> Iterator[Job]:
         return iter(list(self._jobs.values()))
 
+    def idle(self) -> bool:
+        """Whether no operation runs in any job."""
+        return not any(job.in_flight for job in self)
+
     # --- finding --------------------------------------------------------------------------------------------------------
 
     def get(self, name: str, who: Principal | None = None) -> Job:

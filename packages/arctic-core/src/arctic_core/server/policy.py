@@ -59,12 +59,13 @@ class Policy:
     def _ray(self, given: Any) -> dict[str, Any]:
         if given is not None and not isinstance(given, dict):
             raise ConfigError(f"ray: a mapping is wanted (got {given!r})", where="config")
-        for key in given or {}:
-            if key not in _OWN_RAY and given[key] is not None and key in type(self._config.ray).model_fields:
+        ours = self._config.ray.model_dump()
+        for key, value in (given or {}).items():
+            if key in ours and key not in _OWN_RAY and value != ours[key]:
                 raise PermissionDeniedError(
                     "the server has its own cluster", where=f"ray.{key}", remedy="leave it out; the operator sets it"
                 )
-        return self._config.ray.model_dump() | (given or {})
+        return ours | (given or {})
 
     def _check_code(self, config: ArcticRLClientConfig) -> None:
         if config.training.allow_loss_import and not self._config.allow_loss_import:

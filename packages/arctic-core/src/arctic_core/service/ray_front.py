@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from arctic_core.config.client import ArcticRLClientConfig
+from arctic_core.config.client import ArcticRLClientConfig, RayConfig
 from arctic_core.errors import ArcticError, EngineStartError, TransportError
 from arctic_core.protocol import ErrorInfo, Reply, Request
 from arctic_core.service.core import ArcticService
@@ -173,27 +173,49 @@ def _with_address(config: ArcticRLClientConfig, address: str) -> ArcticRLClientC
 
 
 def _join_cluster(config: ArcticRLClientConfig) -> bool:
-    """Connect to Ray; returns whether this call opened the connection (and so closes it)."""
+    """Connect to Ray for one job; returns whether this call opened the connection (and so closes it)."""
+    return open_cluster(config.ray, 0 if ray.is_initialized() or config.ray.address else _declared_cpus(config))
+
+
+def open_cluster(config: RayConfig, cpus: int) -> bool:
+    """Connect this process to its cluster, or start a private one.
+
+    Args:
+        config: Which cluster.
+        cpus: CPUs that a private one declares.
+
+    Returns:
+        Whether this call opened the connection; who did that closes it by :func:`close_cluster`.
+
+    Raises:
+        TransportError: The cluster could not be reached or started.
+    """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
-        if config.ray.address is not None:
-            ray.init(address=config.ray.address, **common)
+        if config.address is not None:
+            ray.init(address=config.address, **common)
         else:
             ray.init(
                 address="local",
-                num_cpus=_declared_cpus(config),
-                include_dashboard=config.ray.dashboard,
-                object_store_memory=config.ray.object_store_bytes,
+                num_cpus=cpus,
+                include_dashboard=config.dashboard,
+                object_store_memory=config.object_store_bytes,
                 **common,
             )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise TransportError(
-            f"Ray could not be started or joined: {error}", where=f"ray.address={config.ray.address}", remedy="try `ray status`"
+            f"Ray could not be started or joined: {error}", where=f"ray.address={config.address}", remedy="try `ray status`"
         ) from error
     return True
+
+
+def close_cluster() -> None:
+    """Leave the cluster; a private one ends. Idempotent."""
+    if ray.is_initialized():
+        ray.shutdown()
 
 
 def _declared_cpus(config: ArcticRLClientConfig) -> int:
