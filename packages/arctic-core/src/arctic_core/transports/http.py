@@ -196,7 +196,7 @@ class HttpTransport(Transport):
     async def _forget(self, request: Request) -> None:
         """Tell the server that nobody waits for a result: reads and generations end, and what is kept is dropped."""
         with contextlib.suppress(ArcticError):
-            await self._running().json("DELETE", f"/jobs/{self._job}/results/{request.session}/{request.sequence}")
+            await self._running().exchange("DELETE", f"/jobs/{self._job}/results/{request.session}/{request.sequence}")
 
     async def stream(self, request: Request) -> AsyncIterator[Reply]:
         with client_span(request) as headers:

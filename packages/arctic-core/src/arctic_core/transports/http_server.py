@@ -120,6 +120,7 @@ def _settings(config: ArcticRLClientConfig, token_file: Path) -> dict[str, Any]:
         "port": 0,
         "engines": config.http.engines,
         "tokens": [{"name": "owner", "role": "admin", "file": str(token_file)}],
+        "drain_s": 0,  # who closes the client waits for nothing any more
         "max_lease_s": max(config.http.lease_s, 86_400.0),
         "unrestricted_paths": True,
         "allow_loss_import": config.training.allow_loss_import,
