@@ -10,9 +10,12 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from arctic_core.errors import DeadlineExceeded, PayloadTooLargeError, QueueFullError, WireError
+from arctic_core.server.connection import BODY_PORT, BodyPort
 
 FRAME_TYPE = "application/vnd.arctic.frame"
 _FIRST = 64 * 2**10
+_DIRECT = 256 * 2**10
+"""Longer bodies go from the socket into their buffer without a detour."""
 
 
 class Budget:
@@ -83,6 +86,16 @@ async def read_frame(request: Request, budget: Budget, *, limit: int, pause_s: f
 async def _fill(request: Request, body: Body, limit: int, pause_s: float) -> None:
     declared = request.headers.get("content-length")  # the gate has looked at it
     buffer = body.grow(int(declared) if declared else min(_FIRST, limit))
+    port: BodyPort | None = request.scope.get(BODY_PORT)
+    if port is not None and declared and len(buffer) > _DIRECT:
+        try:
+            complete = await port.read_into(buffer, pause_s)
+        except TimeoutError:
+            raise _too_slow(pause_s) from None
+        if not complete:
+            raise ClientDisconnect
+        body.view = buffer.toreadonly()
+        return
     end, more = 0, True
     while more:
         message = await _next(request, pause_s)
@@ -102,10 +115,14 @@ async def _next(request: Request, pause_s: float) -> Any:
         async with asyncio.timeout(pause_s):
             message = await request.receive()
     except TimeoutError:
-        raise DeadlineExceeded(f"nothing of the body came for {pause_s:g} s", where="body", remedy="send it again") from None
+        raise _too_slow(pause_s) from None
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
     return message
+
+
+def _too_slow(pause_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"nothing of the body came for {pause_s:g} s", where="body", remedy="send it again")
 
 
 async def read_json(request: Request, *, pause_s: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import fastapi
 from fastapi import Header
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from arctic_core import protocol as p
 from arctic_core import wire
@@ -23,6 +24,7 @@ from arctic_core.server.status import headers_of, json_response, status_of
 from arctic_core.server.streams import STREAM_TYPE, FrameStream, disconnected, frames_of
 
 _INLINE = 2**20
+_PIECE = 2**20
 _SESSION = re.compile(r"[A-Za-z0-9._~-]{1,64}")
 _MAX_SEQUENCE = 2**63 - 1
 _FRAME = {"schema": {"type": "string", "format": "binary"}}
@@ -144,7 +146,14 @@ class FrameResponse(Response):
 
     def __init__(self, frame: wire.Buffer, status: int, headers: dict[str, str]) -> None:
         super().__init__(None, status, {**headers, "content-length": str(len(frame))})
-        self.body = frame
+        self._frame = memoryview(frame)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        # In pieces, because what the socket does not take at once is copied.
+        for start in range(0, len(self._frame), _PIECE):
+            piece = self._frame[start : start + _PIECE]
+            await send({"type": "http.response.body", "body": piece, "more_body": start + _PIECE < len(self._frame)})
 
 
 def _calls(request: Request) -> Calls:

@@ -22,6 +22,7 @@ from arctic_core.config.server import ServerConfig
 from arctic_core.errors import ConfigError
 from arctic_core.server.app import create_app
 from arctic_core.server.calls import Calls
+from arctic_core.server.connection import connections
 from arctic_core.server.jobs import Jobs
 from arctic_core.server.observe import Observer
 
@@ -55,23 +56,34 @@ def serve(
     """
     with contextlib.closing(_bind(config)) as sock:
         app = create_app(config, observer=observer)
-        settings = uvicorn.Config(
-            app,
-            lifespan="off",  # entered below, where its errors keep their types
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=GOODBYE_S,
-            ssl_certfile=config.tls_cert,
-            ssl_keyfile=config.tls_key,
-        )
-        try:
-            settings.load()
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"the certificate or its key cannot be used: {error}", where="tls_cert, tls_key") from None
-        process = _Process(config, app, _Uvicorn(settings), watch_stdin=watch_stdin)
-        with asyncio.Runner(loop_factory=settings.get_loop_factory()) as runner:
-            runner.run(process.run(sock, port_file, announce))
+        process = _Process(config, app, http_server(config, app), watch_stdin=watch_stdin)
+        # Not uvloop: it gives large bodies to the socket, and takes them, at half the speed.
+        asyncio.run(process.run(sock, port_file, announce))
+
+
+def http_server(config: ServerConfig, app: fastapi.FastAPI) -> uvicorn.Server:
+    """uvicorn as the server runs it, without the application's lifespan.
+
+    Raises:
+        ConfigError: The certificate or its key cannot be used.
+    """
+    settings = uvicorn.Config(
+        app,
+        http=connections(config.max_header_bytes, config.header_timeout_s),
+        loop="asyncio",
+        lifespan="off",  # entered by our caller, where its errors keep their types
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GOODBYE_S,
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
+    )
+    try:
+        settings.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificate or its key cannot be used: {error}", where="tls_cert, tls_key") from None
+    return _Uvicorn(settings)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -83,7 +95,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Process:
-    def __init__(self, config: ServerConfig, app: fastapi.FastAPI, http: _Uvicorn, *, watch_stdin: bool) -> None:
+    def __init__(self, config: ServerConfig, app: fastapi.FastAPI, http: uvicorn.Server, *, watch_stdin: bool) -> None:
         self._config = config
         self._app = app
         self._http = http

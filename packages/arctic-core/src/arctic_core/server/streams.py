@@ -74,8 +74,8 @@ class FrameStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for frame in frames:
                 # Waits while the reader lags behind, and so the engine's replies wait, too.
-                await send({"type": "http.response.body", "body": struct.pack("<Q", len(frame)), "more_body": True})
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+                piece = b"".join((struct.pack("<Q", len(frame)), frame))
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
