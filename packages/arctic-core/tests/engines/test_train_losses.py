@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from arctic_core.errors import ConfigError
 from arctic_core.plugins.builtin import arctic_losses
 from arctic_core.rl.config_file import load_job
 from arctic_core.rl.job import make_recipe, train
@@ -96,6 +97,14 @@ def test_the_number_of_teacher_tokens_is_the_one_given(job_file: str, tiny_model
     chosen = load_job(job_file, ["algorithm.loss.name=distill", "algorithm.teacher_topk=3"])
     assert make_recipe(chosen, tiny_model).teacher_topk == 3
     assert make_recipe(load_job(job_file), tiny_model).teacher_topk == 0
+
+
+@pytest.mark.parametrize("setting", ["client.reference=true", "client.log_prob_gpus=1"])
+def test_a_reference_model_that_nothing_asks_is_refused(job_file: str, tiny_model: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]}: no effect, because nothing in this job asks"):
+        make_recipe(load_job(job_file, [setting]), tiny_model)
+    for use in ("report_reference_kl=true", "loss.options.kl_coef=0.1", "loss.name=distill"):
+        assert make_recipe(load_job(job_file, [setting, f"algorithm.{use}"]), tiny_model).wants_reference
 
 
 def test_a_loss_by_dotted_name_where_the_job_file_allows_it(job_file: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from arctic_core.config import (
     ArcticRLClientConfig,
+    HttpConfig,
     LogProbConfig,
     RayConfig,
     SamplingConfig,
@@ -19,8 +20,12 @@ from arctic_core.config import (
     WeightSyncConfig,
 )
 from arctic_core.config.effects import CLIENT_RULES, Rule, given_settings
+from arctic_core.config.losses import DISTILL_RULES, POLICY_RULES
 from arctic_core.errors import ConfigError
+from arctic_core.losses.base import prepare_loss
+from arctic_core.losses.named import find_loss, named_loss
 from arctic_core.plugins.builtin import arctic_losses
+from arctic_core.protocol import NamedLoss
 from arctic_core.rl.config import JOB_RULES, LOSSES_WITHOUT_ADVANTAGES, TrainJobConfig
 from arctic_core.rl.config_file import dump_yaml, job_values, load_job
 
@@ -29,6 +34,8 @@ SAMPLE = {"sampling_gpus": 1}
 SCORE = {"log_prob_gpus": 1}
 BOTH = TRAIN | SAMPLE
 RAY = {"comm_protocol": "ray"}
+HTTP = {"comm_protocol": "http"}
+SECURE = HTTP | {"http": {"url": "https://server"}}
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,21 @@ CASES = [
     Case("ray.dashboard", True, TRAIN | RAY | {"ray": {"address": "auto"}}, "a private cluster", [TRAIN | RAY]),
     Case("ray.object_store_bytes", 2**30, TRAIN | RAY | {"ray": {"address": "auto"}}, "a private cluster", [TRAIN | RAY]),
     Case("ray.threads_per_rank", 2, TRAIN | RAY | {"device": "cuda"}, "for ranks on CPU", [TRAIN | RAY]),
-    Case("colocate", True, BOTH, "share this process", [BOTH | RAY]),
+    Case("http.retries", 3, TRAIN | RAY, "comm_protocol is not 'http'", [TRAIN | HTTP, TRAIN | SECURE]),
+    Case("http.url", "http://server", TRAIN, "comm_protocol is not 'http'", [TRAIN | HTTP]),
+    Case("http.token_file", "/x", TRAIN | HTTP, "http.url is absent, and the server", [TRAIN | SECURE]),
+    Case(
+        "http.token_env",
+        "TOKEN",
+        TRAIN | HTTP | {"http": {"url": "http://server", "token_file": "/x"}},
+        "http.token_file is read instead",
+        [TRAIN | SECURE],
+    ),
+    Case("http.ca_file", "/x", TRAIN | HTTP | {"http": {"url": "http://server"}}, "not https", [TRAIN | SECURE]),
+    Case("http.engines", "local", TRAIN | SECURE, "the server at http.url decides", [TRAIN | HTTP]),
+    Case("ray.cpus_per_rank", 2.0, TRAIN | HTTP | {"http": {"engines": "local"}}, "there is no Ray cluster", [TRAIN | HTTP]),
+    Case("training.zero_stage", 2, TRAIN | HTTP | {"http": {"engines": "local"}}, "the trainer is 'torch'", [TRAIN | SECURE]),
+    Case("colocate", True, BOTH, "its device anyhow", [BOTH | RAY]),
     Case("colocate", True, TRAIN | RAY | {"training_gpus": 4}, "the job has one engine", [TRAIN | SCORE | RAY]),
     Case("training.engine", "torch", SAMPLE, "no log-prob engine follows it", [TRAIN, SCORE]),
     Case("training.engine", "torch", SCORE | {"log_prob": {"engine": "torch"}}, "no log-prob engine follows it"),
@@ -117,6 +138,21 @@ JOB_CASES = [
     Case("client.sampling.kv_cache_gib", 0.5, {}, "the sampler is 'transformers'", [{"client": RAY}]),
 ]
 
+ON_POLICY = {"on_policy": True}
+LOSS_CASES = {
+    "grpo": [
+        Case("clip_high", 0.3, ON_POLICY, "never clipped", [{}]),
+        Case("dual_clip", 3.0, ON_POLICY, "never clipped", [{}]),
+    ],
+    "cispo": [Case("clip_low", 0.5, ON_POLICY, "never clipped", [{}])],
+    "rloo": [Case("clip_low", 0.1, ON_POLICY, "never clipped", [{}])],
+    "sapo": [Case("kl_gradient", "score", {}, "kl_coef is 0", [{"kl_coef": 0.1}])],
+    "distill": [
+        Case("beta", 0.3, {"divergence": "forward_kl"}, "for the divergence 'jsd'", [{"divergence": "jsd"}]),
+        Case("tail", "renormalize", {"source": "sampled"}, "source is 'sampled'", [{}]),
+    ],
+}
+
 
 def having(values: dict[str, Any], setting: str, value: Any) -> dict[str, Any]:
     """A copy of a tree with a setting in it."""
@@ -164,7 +200,26 @@ def test_it_is_the_same_in_a_job(case: Case) -> None:
         assert TrainJobConfig.parse(job_values(job)) == job
 
 
-@pytest.mark.parametrize(("rules", "cases"), [(CLIENT_RULES, CASES), (JOB_RULES, JOB_CASES)], ids=["client", "job"])
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in LOSS_CASES.items() for case in cases], ids=str)
+def test_it_is_the_same_with_the_options_of_a_loss(name: str, case: Case) -> None:
+    definition = find_loss(name)
+    with pytest.raises(ConfigError, match=f"loss '{name}': {case.setting}: no effect, because .*{case.reason}"):
+        prepare_loss(definition, NamedLoss(name=name, options=case.refused | {case.setting: case.value}))
+    for values in case.accepted:
+        options = definition.config_model.parse(values | {case.setting: case.value})
+        sent = named_loss(options)  # every option is in it, the defaults too
+        assert definition.config_model.parse(dict(sent.options)) == options
+
+
+@pytest.mark.parametrize(
+    ("rules", "cases"),
+    [
+        (CLIENT_RULES, CASES),
+        (JOB_RULES, JOB_CASES),
+        (POLICY_RULES + DISTILL_RULES, [case for cases in LOSS_CASES.values() for case in cases]),
+    ],
+    ids=["client", "job", "loss"],
+)
 def test_every_rule_is_tested_both_ways(rules: tuple[Rule[Any], ...], cases: list[Case]) -> None:
     for rule in rules:
         mine = [case for case in cases if rule.covers(case.setting) and case.reason in rule.reason]
@@ -173,6 +228,7 @@ def test_every_rule_is_tested_both_ways(rules: tuple[Rule[Any], ...], cases: lis
 
 BLOCKS = [
     ("ray", RayConfig, TRAIN),
+    ("http", HttpConfig, TRAIN | RAY),
     ("training", TrainingConfig, SAMPLE),
     ("sampling", SamplingConfig, TRAIN),
     ("log_prob", LogProbConfig, TRAIN),
@@ -180,7 +236,12 @@ BLOCKS = [
 ]
 
 
-OTHERS = {"optimizer": {"lr": 0.5}, "schedule": {"type": "linear", "total_steps": 3}, "vllm": {"block_size": 16}}
+OTHERS = {
+    "optimizer": {"lr": 0.5},
+    "schedule": {"type": "linear", "total_steps": 3},
+    "vllm": {"block_size": 16},
+    "url": "http://s",
+}
 
 
 def other_value(name: str, info: FieldInfo) -> Any:

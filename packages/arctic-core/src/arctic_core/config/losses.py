@@ -5,11 +5,43 @@ Formulas and sources are in :mod:`arctic_core.losses` and in the page "Losses" o
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from arctic_core.config.base import ConfigModel
+from arctic_core.config.effects import Rule, refuse_without_effect
+
+POLICY_RULES: tuple[Rule[Any], ...] = (
+    Rule(
+        ("clip_low", "clip_high", "dual_clip"),
+        lambda loss: loss.on_policy,
+        "on_policy is true: the ratio is 1 and never clipped",
+        "leave it out, or leave out on_policy",
+    ),
+    Rule(
+        ("kl_gradient",),
+        lambda loss: loss.kl_coef == 0,
+        "kl_coef is 0: the KL term has no gradient",
+        "leave it out, or set kl_coef",
+    ),
+)
+"""Options of policy-gradient losses that do nothing beside others."""
+DISTILL_RULES: tuple[Rule[Any], ...] = (
+    Rule(
+        ("beta",),
+        lambda loss: loss.divergence != "jsd",
+        "it is for the divergence 'jsd'",
+        "leave it out, or set divergence to 'jsd'",
+    ),
+    Rule(
+        ("tail",),
+        lambda loss: loss.source == "sampled",
+        "source is 'sampled': there are no top-k tokens and no rest",
+        "leave it out, or set source to 'topk'",
+    ),
+)
+"""Options of distillation that do nothing beside others."""
 
 
 class PolicyLossConfig(ConfigModel):
@@ -59,6 +91,7 @@ class PolicyLossConfig(ConfigModel):
         low, high = self.mismatch_bounds
         if low >= high:
             raise ValueError(f"mismatch_low {low} must be below mismatch_high {high}")
+        refuse_without_effect(self, POLICY_RULES)
         return self
 
     @property
@@ -223,6 +256,7 @@ class DistillLossConfig(ConfigModel):
     def _source_fits(self) -> DistillLossConfig:
         if self.source == "topk" and not self.on_policy:
             raise ValueError("on_policy false goes with source 'sampled'; a sum over tokens depends on no sampling")
+        refuse_without_effect(self, DISTILL_RULES)
         return self
 
     def required_fields(self) -> tuple[str, ...]:

@@ -93,7 +93,7 @@ def make_recipe(config: TrainJobConfig, model: str, registry: PluginRegistry | N
     for doubt in _doubts(config, prepared):
         logger.warning(doubt)
     task = plugins.task(config.task.name).create(config.task.options)
-    return Recipe(
+    recipe = Recipe(
         config=config,
         task=task,
         reward=load_reward(config.reward) if config.reward else task.reward,
@@ -102,6 +102,8 @@ def make_recipe(config: TrainJobConfig, model: str, registry: PluginRegistry | N
         fields=frozenset((*prepared.required, *config.algorithm.advantage.required_fields())),
         teacher_topk=_teacher_topk(config, prepared),
     )
+    _check_reference(recipe)
+    return recipe
 
 
 def _doubts(config: TrainJobConfig, prepared: PreparedLoss) -> list[str]:
@@ -138,6 +140,17 @@ def _teacher_topk(config: TrainJobConfig, prepared: PreparedLoss) -> int:
             remedy="remove it, or use it with the loss distill and its option source: topk",
         )
     return 0
+
+
+def _check_reference(recipe: Recipe) -> None:
+    client = recipe.config.client
+    if not recipe.wants_reference and (client.reference or client.log_prob_gpus):
+        raise ConfigError(
+            "no effect, because nothing in this job asks the reference model: neither its loss nor its advantages, and "
+            "algorithm.report_reference_kl is false",
+            where="client.log_prob_gpus" if client.log_prob_gpus else "client.reference",
+            remedy="leave it out, or set algorithm.report_reference_kl or a kl_coef",
+        )
 
 
 def _client_config(recipe: Recipe, model: str) -> ArcticRLClientConfig:
