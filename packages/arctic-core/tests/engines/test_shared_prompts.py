@@ -27,7 +27,7 @@ from arctic_core.errors import UnsupportedModelError
 from arctic_core.losses.base import prepare_loss
 from arctic_core.losses.inputs import loss_inputs
 from arctic_core.losses.named import find_loss
-from arctic_core.models import scoring
+from arctic_core.models import scoring, shared_prompts
 from arctic_core.models.factory import load_causal_lm
 from arctic_core.models.scoring import ScoringModule, pack
 from arctic_core.models.shared_prompts import shared_forest
@@ -267,9 +267,28 @@ def test_a_backend_that_the_machine_lacks_is_refused_or_passed_over(tiny_model: 
     engine.stop()
 
 
+@pytest.mark.parametrize("how", ["raises", "blind"])
+def test_a_model_that_cannot_is_found_by_running_it(tiny_model: str, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    def broken(model: nn.Module, forest: PackedForest) -> AbstractContextManager[None]:
+        if how == "raises":
+            raise RuntimeError("no kernel image is available")
+        return use_forest(model, replace(forest, ancestors=()))
+
+    monkeypatch.setattr(shared_prompts, "use_forest", broken)
+    reason = "no kernel image" if how == "raises" else "its logits differ"
+    with pytest.raises(UnsupportedModelError, match=reason):
+        make_engine(tiny_model, zorro="on").start()
+    engine = make_engine(tiny_model)
+    engine.start()
+    assert reason in engine._shared.reason
+    assert not engine.report().shares_prompts
+    assert not taken(engine)
+    engine.stop()
+
+
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples do not see the prompt that they share."""
+    """Samples do not see the prompt that they share, as of the first real batch."""
 
     def use_another(model: nn.Module, forest: PackedForest) -> AbstractContextManager[None]:
         return use_forest(model, replace(forest, ancestors=()))
