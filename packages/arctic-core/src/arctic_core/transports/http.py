@@ -128,7 +128,7 @@ class HttpTransport(Transport):
             if api is not None:
                 if self._asides:
                     await asyncio.wait(self._asides, timeout=GOODBYE_S)
-                if shutdown or self._posted:
+                if (shutdown or self._posted) and (server is None or server.alive):
                     await self._stop_job(api, server)
         finally:
             if api is not None:
