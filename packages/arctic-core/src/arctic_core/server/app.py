@@ -26,7 +26,8 @@ from arctic_core.server.cluster import cluster, require_ray
 from arctic_core.server.gate import Gate
 from arctic_core.server.jobs import Jobs
 from arctic_core.server.observe import Observer
-from arctic_core.server.status import error_response
+from arctic_core.server.openai_errors import response_for
+from arctic_core.server.openai_routes import mount_openai
 from arctic_core.transports.base import Transport
 
 
@@ -72,6 +73,7 @@ def create_app(
     app.state.started = time.monotonic()
     app.include_router(routes.router)
     app.include_router(call_routes.router)
+    mount_openai(app, jobs)
     app.add_exception_handler(ArcticError, _ours)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -88,17 +90,19 @@ def create_app(
 
 async def _ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, ArcticError)
-    return error_response(error)
+    return response_for(error, request.scope)
 
 
 async def _http(request: Request, error: Exception) -> Response:
     """What the framework refuses: unknown paths and methods, or a body that it could not read."""
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, ArcticError):
-        return error_response(error.__cause__)
+        return response_for(error.__cause__, request.scope)
     wrong = {404: "there is no such path", 405: f"this path does not take {request.method}"}.get(error.status_code)
-    response = error_response(
-        ArcticError(wrong or str(error.detail), where=request.url.path, remedy="see /openapi.json"), error.status_code
+    response = response_for(
+        ArcticError(wrong or str(error.detail), where=request.url.path, remedy="see /openapi.json"),
+        request.scope,
+        error.status_code,
     )
     response.headers.update(error.headers or {})
     return response
@@ -108,7 +112,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     """A parameter in the path, the query or the headers that is not what the route declares."""
     assert isinstance(error, RequestValidationError)
     lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()]
-    return error_response(DataError("; ".join(lines), where=request.url.path))
+    return response_for(DataError("; ".join(lines), where=request.url.path), request.scope)
 
 
 def _openapi(app: fastapi.FastAPI) -> dict[str, Any]:

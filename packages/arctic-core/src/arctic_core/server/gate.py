@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from arctic_core.errors import ArcticError, PayloadTooLargeError, WireError
 from arctic_core.server.auth import Permission, Tokens
 from arctic_core.server.observe import REQUEST_ID, TRACEPARENT
-from arctic_core.server.status import error_response
+from arctic_core.server.openai_errors import response_for
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def respond_to(error: Exception, scope: Scope) -> Response:
     if not isinstance(error, ArcticError):
         logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
         error = ArcticError("the server failed on this request", remedy="look for the request id in the server's log")
-    return error_response(error)
+    return response_for(error, scope)
 
 
 def _route_path(scope: Scope) -> str:

@@ -37,6 +37,10 @@ PERMISSIONS: dict[tuple[str, str], Permission] = {
     ("POST", JOB + "/stream"): "job",
     ("GET", RESULT): "job",
     ("DELETE", RESULT): "job",
+    ("GET", "/v1/models"): "infer",
+    ("GET", "/v1/models/{model}"): "infer",
+    ("POST", "/v1/completions"): "infer",
+    ("POST", "/v1/chat/completions"): "infer",
 }
 """By method and path. A route that is missing here cannot be reached; a test compares both."""
 
