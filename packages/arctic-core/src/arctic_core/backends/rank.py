@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from arctic_core import tracing
 from arctic_core.backends.base import Engine, EngineReport
 from arctic_core.errors import ArcticError, DeadlineExceeded, EngineError, EngineStartError
 
@@ -58,6 +59,14 @@ class LocalRank(Rank):
         self._starting: asyncio.Future[Any] | None = None
 
     async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+        name, attributes = self._span(method)
+        with tracing.span(name, attributes=attributes, child=True):
+            return await self._call(method, *args, deadline_s=deadline_s, **kwargs)
+
+    def _span(self, method: str) -> tuple[str, tracing.Attributes]:
+        return f"{self.engine.spec.engine} {method}", {"arctic.engine": self.engine.spec.engine, "arctic.rank": self.label}
+
+    async def _call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
         bound = getattr(self.engine, method)
         try:
             if inspect.iscoroutinefunction(bound):
@@ -74,7 +83,11 @@ class LocalRank(Rank):
         except Exception as error:  # an engine's libraries may raise anything; it crosses as a typed error
             raise self._typed(error, method) from error
 
-    async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+    def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
+        name, attributes = self._span(method)
+        return tracing.spanned(name, self._stream(method, *args), attributes, child=True)
+
+    async def _stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
         try:
             async with contextlib.aclosing(getattr(self.engine, method)(*args)) as items:
                 async for item in items:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from arctic_core import protocol as p
+from arctic_core import tracing
 from arctic_core.backends.group import LogProbGroup, SamplerGroup, TrainerGroup
 from arctic_core.config.client import ArcticRLClientConfig
 from arctic_core.errors import (
@@ -126,8 +127,12 @@ class ArcticService:
             return await self._ledger.once((request.session, request.sequence), lambda: self._answer(request))
         return await self._answer(request)
 
-    async def stream(self, request: p.Request) -> AsyncGenerator[p.Reply, None]:
+    def stream(self, request: p.Request) -> AsyncGenerator[p.Reply, None]:
         """Answer a :class:`Generate` item by item, then :class:`Done`. Closing the iterator aborts what still runs."""
+        facts = self._facts(request)
+        return tracing.spanned("service generate", self._stream(request), facts, failure=tracing.failure)
+
+    async def _stream(self, request: p.Request) -> AsyncGenerator[p.Reply, None]:
         try:
             self._check(request)
             if not isinstance(request.operation, p.Generate):
@@ -143,6 +148,17 @@ class ArcticService:
             yield p.Reply(sequence=request.sequence, body=self._describe(error, request))
 
     async def _answer(self, request: p.Request) -> p.Reply:
+        op = request.operation.op()
+        with tracing.span(f"service {op}", attributes=self._facts(request), child=op == "info") as span:
+            reply = await self._carry_out(request)
+            if kind := tracing.failure(reply):
+                span.failed(kind)
+        return reply
+
+    def _facts(self, request: p.Request) -> tracing.Attributes:
+        return {"arctic.job": self.name, **tracing.facts(request)}
+
+    async def _carry_out(self, request: p.Request) -> p.Reply:
         try:
             self._check(request)
             async with asyncio.timeout(request.deadline_s):

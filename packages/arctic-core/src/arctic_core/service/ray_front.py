@@ -6,6 +6,7 @@ process that started it. In a joined cluster the job ends with its owner too, be
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -20,6 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from arctic_core import tracing
 from arctic_core.config.client import ArcticRLClientConfig, RayConfig
 from arctic_core.errors import ArcticError, EngineStartError, TransportError
 from arctic_core.protocol import ErrorInfo, Reply, Request
@@ -37,6 +39,7 @@ class ServiceActor:
     """One job's service behind frames."""
 
     def __init__(self, config: ArcticRLClientConfig, name: str) -> None:
+        tracing.configure("arctic-service")
         self._service = ArcticService(config, launcher=RayLauncher(config), name=name)
 
     async def start(self) -> ErrorInfo | None:
@@ -47,23 +50,26 @@ class ServiceActor:
             return ErrorInfo.of(error, where="start")
         return None
 
-    async def handle(self, frame: Any) -> bytes:
+    async def handle(self, frame: Any, traceparent: str = "") -> bytes:
         """One request, one reply. The frame is any buffer."""
         try:
             request = decode(frame, Request)
         except ArcticError as error:
             return encode(Reply(sequence=-1, body=ErrorInfo.of(error)))
-        return encode(await self._service.handle(request))
+        with tracing.carried(traceparent):
+            return encode(await self._service.handle(request))
 
-    async def stream(self, frame: Any) -> AsyncIterator[bytes]:
+    async def stream(self, frame: Any, traceparent: str = "") -> AsyncIterator[bytes]:
         """One request, many replies."""
-        async with contextlib.aclosing(self._service.stream(decode(frame, Request))) as replies:
+        replies = tracing.carried_items(traceparent, self._service.stream(decode(frame, Request)))
+        async with contextlib.aclosing(replies):
             async for reply in replies:
                 yield encode(reply)
 
     async def stop(self) -> None:
         """Stop the engines."""
         await self._service.stop()
+        await asyncio.to_thread(tracing.flush)  # the process is killed next
 
 
 @dataclass(frozen=True)

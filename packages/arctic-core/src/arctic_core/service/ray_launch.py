@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from arctic_core import tracing
 from arctic_core.backends.base import EngineDefinition, EngineReport, RankSpec
 from arctic_core.backends.rank import LocalRank, Rank, late
 from arctic_core.config.client import ArcticRLClientConfig
@@ -42,6 +43,7 @@ class EngineActor:
     """One rank's process. The engine is looked up in the registry of that process, so that only names are sent."""
 
     def __init__(self) -> None:
+        tracing.configure("arctic-engine")
         self._rank: LocalRank | None = None
 
     async def where(self) -> tuple[str, int, str]:
@@ -63,14 +65,17 @@ class EngineActor:
 
         return await _answer(work())
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float) -> Answer:
+    async def call(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], deadline_s: float, traceparent: str
+    ) -> Answer:
         assert self._rank is not None
-        return await _answer(self._rank.call(method, *args, deadline_s=deadline_s, **kwargs))
+        with tracing.carried(traceparent):
+            return await _answer(self._rank.call(method, *args, deadline_s=deadline_s, **kwargs))
 
-    async def stream(self, method: str, args: tuple[Any, ...]) -> AsyncIterator[Answer]:
+    async def stream(self, method: str, args: tuple[Any, ...], traceparent: str) -> AsyncIterator[Answer]:
         assert self._rank is not None
         try:
-            async for item in self._rank.stream(method, *args):
+            async for item in tracing.carried_items(traceparent, self._rank.stream(method, *args)):
                 yield item, None
         except ArcticError as error:
             yield None, ErrorInfo.of(error, where=self._rank.label)
@@ -80,7 +85,9 @@ class EngineActor:
         return await _answer(self._rank.report(deadline_s))
 
     async def stop(self, deadline_s: float) -> Answer:
-        return await _answer(self._rank.stop(deadline_s)) if self._rank else (None, None)
+        answer = await _answer(self._rank.stop(deadline_s)) if self._rank else (None, None)
+        await asyncio.to_thread(tracing.flush)  # the process is killed next
+        return answer
 
 
 async def _answer(work: Awaitable[Any]) -> Answer:
@@ -98,7 +105,8 @@ class RayRank(Rank):
         self.actor = actor
 
     async def call(self, method: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
-        return await self._ask(self.actor.call.remote(method, args, kwargs, deadline_s), method, deadline_s + SLACK_S)
+        ref = self.actor.call.remote(method, args, kwargs, deadline_s, tracing.traceparent())
+        return await self._ask(ref, method, deadline_s + SLACK_S)
 
     async def build(self, name: str, spec: RankSpec, deadline_s: float) -> None:
         """Create the engine in the actor."""
@@ -113,7 +121,7 @@ class RayRank(Rank):
         return await self._wait(self.actor.where.remote(), "where", deadline_s)
 
     async def stream(self, method: str, *args: Any) -> AsyncGenerator[Any, None]:
-        generator = self.actor.stream.options(num_returns="streaming").remote(method, args)
+        generator = self.actor.stream.options(num_returns="streaming").remote(method, args, tracing.traceparent())
         try:
             async for ref in generator:
                 value, error = await ref

@@ -22,11 +22,11 @@ from arctic_core.errors import (
     TransportError,
 )
 from arctic_core.protocol import PROTOCOL_VERSION, ErrorInfo, Reply, Request
+from arctic_core.tracing import client_span
 from arctic_core.transports.base import Transport
 from arctic_core.transports.http_api import FRAME, REQUEST_ID, Answer, HttpApi, read_frames, read_token
 from arctic_core.transports.http_lease import Heartbeat
 from arctic_core.transports.http_server import OwnedServer
-from arctic_core.transports.http_trace import client_span
 
 logger = logging.getLogger(__name__)
 

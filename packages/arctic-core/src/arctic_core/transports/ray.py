@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from arctic_core import wire
+from arctic_core import tracing, wire
 from arctic_core.config.client import ArcticRLClientConfig, RayConfig
 from arctic_core.errors import (
     ArcticError,
@@ -90,30 +90,33 @@ class RayTransport(Transport):
     # --- messages -----------------------------------------------------------------------------------------------------
 
     async def send(self, request: Request) -> Reply:
-        return wire.decode(await self._handle(request, wire.encode(request)), Reply)
+        with tracing.client_span(request) as headers:
+            return wire.decode(await self._handle(request, wire.encode(request), headers.get("traceparent", "")), Reply)
 
     async def stream(self, request: Request) -> AsyncIterator[Reply]:
-        async with contextlib.aclosing(self._stream(request, wire.encode(request))) as frames:
-            async for frame in frames:
-                yield wire.decode(frame, Reply)
+        with tracing.client_span(request) as headers:
+            replies = self._stream(request, wire.encode(request), headers.get("traceparent", ""))
+            async with contextlib.aclosing(replies) as frames:
+                async for frame in frames:
+                    yield wire.decode(frame, Reply)
 
     async def relay(self, request: Request, frame: wire.Buffer) -> wire.Buffer:
-        return await self._handle(request, _as_argument(frame))
+        return await self._handle(request, _as_argument(frame), tracing.traceparent())
 
     async def relay_stream(self, request: Request, frame: wire.Buffer) -> AsyncGenerator[wire.Buffer, None]:
-        async with contextlib.aclosing(self._stream(request, _as_argument(frame))) as frames:
+        async with contextlib.aclosing(self._stream(request, _as_argument(frame), tracing.traceparent())) as frames:
             async for reply in frames:
                 yield reply
 
-    async def _handle(self, request: Request, frame: Any) -> bytes:
+    async def _handle(self, request: Request, frame: Any, traceparent: str) -> bytes:
         with _translated(request.operation.op()):
-            ref = self._running().actor.handle.remote(frame)
+            ref = self._running().actor.handle.remote(frame, traceparent)
             with self._cancelling(ref):
                 return await asyncio.wrap_future(ref.future())
 
-    async def _stream(self, request: Request, frame: Any) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, request: Request, frame: Any, traceparent: str) -> AsyncGenerator[bytes, None]:
         with _translated(request.operation.op()):
-            refs = self._running().actor.stream.options(num_returns="streaming").remote(frame)
+            refs = self._running().actor.stream.options(num_returns="streaming").remote(frame, traceparent)
             with self._cancelling(refs):
                 async for ref in refs:
                     yield await asyncio.wrap_future(ref.future())
