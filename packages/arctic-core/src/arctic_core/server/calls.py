@@ -11,6 +11,8 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from arctic_core import wire
 from arctic_core.config.server import ServerConfig
 from arctic_core.errors import (
@@ -295,5 +297,16 @@ def _verdict(message: str) -> ErrorInfo:
 
 async def _digest(frame: memoryview) -> bytes:
     if len(frame) <= _INLINE:
-        return hashlib.blake2b(frame).digest()
-    return await asyncio.to_thread(lambda: hashlib.blake2b(frame).digest())
+        return hashlib.sha256(frame).digest()
+    return await asyncio.to_thread(_fingerprint, frame)
+
+
+def _fingerprint(frame: memoryview) -> bytes:
+    """Tells a large frame from another by its ends, which hold the message, and by sums over the rest.
+
+    It guards against mistakes of a client in its own session, at the speed of memory: hashing everything would take longer
+    than sending it.
+    """
+    edge, row = _INLINE // 2, 1024
+    words = np.frombuffer(frame, np.uint64, len(frame) // (8 * row) * row).reshape(-1, row)
+    return hashlib.sha256(bytes(frame[:edge]) + bytes(frame[-edge:]) + words.sum(0).tobytes()).digest()
