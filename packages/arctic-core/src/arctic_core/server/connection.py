@@ -106,6 +106,8 @@ class BodyPort:
     def __init__(self, connection: Connection, declared: int) -> None:
         self._connection = connection
         self._declared = declared
+        self.used = False
+        """Whether the body came this way."""
 
     async def read_into(self, buffer: memoryview, pause_s: float) -> bool:
         """Fill the buffer with the body, all of it; returns False where the client left before.
@@ -117,6 +119,7 @@ class BodyPort:
         Raises:
             TimeoutError: It was longer.
         """
+        self.used = True
         http = self._connection
         cycle = http.cycle
         end = len(cycle.body)
@@ -138,6 +141,7 @@ class BodyPort:
             if filling.lost:
                 return False
             http.renew_parser()
+        cycle.message_event.clear()  # of the body; the application shall only be told of the client's leaving
         return True
 
 

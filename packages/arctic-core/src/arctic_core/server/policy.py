@@ -131,7 +131,7 @@ class Policy:
         if self._config.unrestricted_paths:
             return str(Path(text).expanduser().absolute())
         try:
-            path = (self.root / text).resolve()
+            path = (self.root / Path(text).expanduser()).resolve()
         except (OSError, RuntimeError, ValueError) as error:
             raise DataError(f"the path cannot be resolved: {error}", where=where) from None
         if not any(path == root or root in path.parents for root in roots):
