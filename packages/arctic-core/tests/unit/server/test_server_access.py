@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 import pytest
 from fastapi.routing import APIRoute
@@ -59,7 +60,7 @@ def test_each_role_reaches_exactly_the_routes_of_its_permissions(tmp_path, token
     async def main():
         async with serving(tmp_path, answer=done, tokens=tokens) as api:
             for (method, path), permission in PERMISSIONS.items():
-                url = path.format(job="none", session="s", sequence=1)
+                url = re.sub(r"\{\w+(:\w+)?\}", "1", path)
                 for role, text in TOKENS.items():
                     response = await api.http.request(method, url, headers=bearer(text))
                     refused = response.status_code == 403

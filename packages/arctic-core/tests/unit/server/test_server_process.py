@@ -20,6 +20,7 @@ from arctic_core.cli.app import build_app
 
 from .support import FRAME, TRAINING, batch, generate, request
 
+MAIN = "from arctic_core.cli.entry import main; main()"
 GRPO = p.NamedLoss(name="grpo")
 
 
@@ -27,7 +28,7 @@ GRPO = p.NamedLoss(name="grpo")
 def arctic_serve(tmp_path, *arguments, **options):
     """The process, and a client of it."""
     port_file = tmp_path / "port"
-    command = [sys.executable, "-m", "arctic_core.cli.entry", "serve", "engines=local", "port=0", f"data_root={tmp_path}"]
+    command = [sys.executable, "-c", MAIN, "serve", "engines=local", "port=0", f"data_root={tmp_path}"]
     process = subprocess.Popen(
         [*command, "--port-file", str(port_file), *arguments],
         stdout=subprocess.PIPE,
