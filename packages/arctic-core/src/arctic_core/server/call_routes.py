@@ -136,7 +136,7 @@ async def _leaving(request: Request) -> AsyncIterator[asyncio.Task[None]]:
         yield task
     finally:
         task.cancel()
-        await asyncio.wait([task])
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class FrameResponse(Response):
