@@ -30,7 +30,7 @@ import numpy as np
 from arctic_core.errors import ProtocolError, WireError
 from arctic_core.protocol import PROTOCOL_VERSION
 
-__all__ = ["Buffer", "RawTensor", "decode", "encode"]
+__all__ = ["Buffer", "RawTensor", "decode", "encode", "encode_large", "encode_parts"]
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -103,6 +103,31 @@ def encode(message: msgspec.Struct) -> bytes:
     Raises:
         WireError: A value inside cannot be carried; the error's ``where`` is its path.
     """
+    return b"".join(encode_parts(message))
+
+
+def encode_large(message: msgspec.Struct) -> memoryview:
+    """The same frame, read-only, in memory that is faster to fill where there is much of it: in huge pages, if any.
+
+    Raises:
+        WireError: As :func:`encode`.
+    """
+    parts = encode_parts(message)
+    frame = np.empty(sum(memoryview(part).nbytes for part in parts), np.uint8)
+    end = 0
+    for part in parts:
+        piece = np.frombuffer(part, np.uint8)
+        frame[end : end + len(piece)] = piece
+        end += len(piece)
+    return frame.data.toreadonly()
+
+
+def encode_parts(message: msgspec.Struct) -> list[Buffer]:
+    """The same frame in parts, the arrays in it where they are: for sending without a copy. They must not change meanwhile.
+
+    Raises:
+        WireError: As :func:`encode`.
+    """
     tensors: list[RawTensor] = []
     try:
         text = json.dumps(_lower(message, "$", tensors), separators=(",", ":"))
@@ -157,7 +182,7 @@ def _raw(array: np.ndarray, path: str) -> RawTensor:
     return RawTensor(array.dtype.name, array.shape, flat.view(np.uint8).data if flat.size else b"")
 
 
-def _pack(tensors: list[RawTensor], metadata: dict[str, str]) -> bytes:
+def _pack(tensors: list[RawTensor], metadata: dict[str, str]) -> list[Buffer]:
     # Wide types first keeps every tensor aligned to its item size without gaps, which the format forbids.
     order = sorted(range(len(tensors)), key=lambda i: -_ITEM_BYTES[tensors[i].dtype])
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -170,7 +195,7 @@ def _pack(tensors: list[RawTensor], metadata: dict[str, str]) -> bytes:
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
         raise WireError(f"the message takes {len(text)} bytes beside its arrays; {_MAX_HEADER} are allowed", where="$")
-    return b"".join([struct.pack("<Q", len(text)), text, *(tensors[i].data for i in order)])
+    return [struct.pack("<Q", len(text)), text, *(tensors[i].data for i in order)]
 
 
 # --- decoding -----------------------------------------------------------------------------------------------------------

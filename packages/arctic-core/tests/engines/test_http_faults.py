@@ -236,6 +236,19 @@ def test_what_cannot_be_delivered_is_a_typed_error(config: ArcticRLClientConfig,
         assert client.info().step == 0
 
 
+def test_a_large_call_is_answered_where_it_was_posted(config: ArcticRLClientConfig, proxy: Proxy) -> None:
+    """Large bodies take a way of their own through the server; the request must still be seen as open behind it."""
+    ids = np.tile(np.arange(512), (100, 1))
+    teacher = np.full(ids.shape, -7.0)
+    large = Batch.from_samples([Sample(token_ids=range(101), prompt_length=1, topk_ids=ids, teacher_topk_logprobs=teacher)])
+    assert sum(array.nbytes for array in (ids, teacher)) > 2**19
+    with create_arctic_rl_client(config) as client:
+        proxy.requests.clear()
+        for _ in range(2):
+            assert client.forward(large).logprobs.shape == (100,)
+        assert len(proxy.requests) == 2, proxy.requests
+
+
 def test_a_connection_that_is_slow_in_both_directions_only_takes_longer(config: ArcticRLClientConfig, proxy: Proxy) -> None:
     with create_arctic_rl_client(config) as client:
         expected = client.forward(batch(0, count=200)).logprobs

@@ -204,7 +204,7 @@ def test_its_death_is_a_typed_error(
         stream = iter(client.generate_stream([[1]] * 4, SamplingParams(max_tokens=500, ignore_eos=True)))
         (process,) = marked()
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
+        assert not until_gone(marked, seconds=10)
         for call in (client.info, client.reset_prefix_cache, lambda: list(stream)):
             started = time.monotonic()
             with pytest.raises(EngineDiedError, match="ended by signal 9") as caught:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from arctic_core.config import HttpConfig
@@ -126,6 +127,19 @@ def test_a_large_body_goes_and_comes_in_one_piece(serve: Callable[..., Scripted]
     answer = use(server, lambda api: api.exchange("POST", "/x", body))
     assert server.requests[0].partition(b"\r\n\r\n")[2] == body
     assert (bytes(answer.body), answer.kind, answer.body.readonly) == (body, FRAME, True)
+
+
+def test_what_goes_past_the_parser_is_whole_and_repeated_where_it_is_cut(serve: Callable[..., Scripted]) -> None:
+    body = bytes(range(256)) * 40_000
+    assert len(body) > http_api.DIRECT_BYTES
+    server = serve(response(200, body, FRAME)[:-1], response(200, body, FRAME), OK)
+
+    async def both(api: HttpApi) -> tuple[bytes, dict[str, Any]]:
+        parts = [body[:5], memoryview(body)[5:1000], np.frombuffer(body, np.uint8)[1000:].data, b""]
+        return bytes((await api.exchange("POST", "/x", parts)).body), await api.json("GET", "/y")
+
+    assert use(server, both) == (body, {"a": 1})
+    assert [request.partition(b"\r\n\r\n")[2] == body for request in server.requests] == [True, True, False]
 
 
 def test_a_body_without_a_length_is_read_to_its_end(serve: Callable[..., Scripted]) -> None:

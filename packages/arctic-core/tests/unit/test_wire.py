@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from arctic_core.errors import ProtocolError, WireError
-from arctic_core.protocol import Metric, Request, Step
-from arctic_core.wire import RawTensor, decode, encode
+from arctic_core.protocol import Metric, Request, Scores, Step
+from arctic_core.wire import RawTensor, decode, encode, encode_large, encode_parts
 
 INTEGERS = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 DTYPES = (*INTEGERS, "float16", "float32", "float64", "complex64")
@@ -305,3 +305,12 @@ def test_a_message_of_any_json_is_accepted_or_refused(value: Any) -> None:
     frame = repack(encode(Request(session="s", sequence=1, operation=Step(), deadline_s=1.0)), change)
     with pytest.raises(WireError):
         decode(frame, Request)
+
+
+def test_a_frame_is_the_same_however_it_is_put_together() -> None:
+    message = Scores(logprobs=np.arange(5, dtype=np.float32), entropy=None, topk_ids=np.zeros((0, 3), np.int32))
+    frame = encode(message)
+    large = encode_large(message)
+    assert (bytes(large), large.readonly) == (frame, True)
+    assert b"".join(encode_parts(message)) == frame
+    assert decode(large, Scores).logprobs.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

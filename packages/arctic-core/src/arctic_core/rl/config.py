@@ -197,8 +197,8 @@ class TrainJobConfig(ConfigModel):
         return rollouts.prompts_per_step * rollouts.n / algorithm.mini_batches * rollouts.max_tokens
 
     @property
-    def backend(self) -> Backend:
-        """``ray`` (DeepSpeed and vLLM actors) or ``local`` (in process)."""
+    def backend(self) -> Literal["local", "ray", "http"]:
+        """``ray`` (DeepSpeed and vLLM actors), ``local`` (in process) or ``http`` (a server's)."""
         return self.client.comm_protocol
 
 

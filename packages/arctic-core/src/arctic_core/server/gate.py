@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from arctic_core.errors import ArcticError, PayloadTooLargeError, WireError
 from arctic_core.server.auth import Permission, Tokens
+from arctic_core.server.connection import BODY_PORT, BodyPort
 from arctic_core.server.observe import REQUEST_ID, TRACEPARENT
 from arctic_core.server.openai_errors import response_for
 
@@ -80,7 +81,7 @@ class Gate:
 
         try:
             limit = self._admit(scope, headers)
-            await self._app(scope, _limited(receive, headers, limit), send_with_id)
+            await self._app(scope, _limited(receive, scope, headers, limit), send_with_id)
         except ClientDisconnect:
             logger.info("%s %s: the client is gone", scope["method"], scope["path"])
         except Exception as error:
@@ -131,14 +132,16 @@ def _declared(headers: Headers) -> int | None:
     return int(text)
 
 
-def _limited(receive: Receive, headers: Headers, limit: int) -> Receive:
+def _limited(receive: Receive, scope: Scope, headers: Headers, limit: int) -> Receive:
     """Count what comes in: not more than the limit, and exactly what was declared."""
     declared, received = _declared(headers), 0
 
     async def counted() -> Message:
         nonlocal received
         message = await receive()
-        if message["type"] == "http.request":
+        port: BodyPort | None = scope.get(BODY_PORT)
+        direct = port is not None and port.used  # it has read exactly what was declared, past this
+        if message["type"] == "http.request" and not direct:
             received += len(message.get("body", b""))
             if received > limit:
                 raise PayloadTooLargeError(f"a body of more than {limit} bytes", remedy="send less at once")

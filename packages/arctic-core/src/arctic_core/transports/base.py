@@ -42,7 +42,7 @@ class Transport(abc.ABC):
             frame: The encoded request; it must not change before the answer is there. A transport that sends frames hands it
                 on as it is.
         """
-        return await asyncio.to_thread(wire.encode, await self.send(request))
+        return await asyncio.to_thread(wire.encode_large, await self.send(request))
 
     async def relay_stream(self, request: Request, frame: wire.Buffer) -> AsyncGenerator[wire.Buffer, None]:
         """Like :meth:`stream`, from frame to frames."""

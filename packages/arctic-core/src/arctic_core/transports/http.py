@@ -177,7 +177,7 @@ class HttpTransport(Transport):
 
     async def _call(self, request: Request, headers: Mapping[str, str]) -> Answer:
         api = self._running()
-        frame = wire.encode(request)
+        frame = wire.encode_parts(request)
         result = f"/jobs/{self._job}/results/{request.session}/{request.sequence}?wait={WAIT_S:g}"
         headers = {**headers, REQUEST_ID: _request_id(request)}
         posting = {**headers, "Content-Type": FRAME, "Arctic-Wait": f"{WAIT_S:g}"}
@@ -202,7 +202,7 @@ class HttpTransport(Transport):
         with client_span(request) as headers:
             streaming = self._running().streaming(
                 f"/jobs/{self._job}/stream",
-                wire.encode(request),
+                wire.encode_parts(request),
                 headers={**headers, REQUEST_ID: _request_id(request), "Content-Type": FRAME},
                 silence_s=request.deadline_s,
             )

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,12 +23,13 @@ import numpy as np
 from arctic_core.config.client import HttpConfig
 from arctic_core.errors import ArcticError, AuthenticationError, ConfigError, TransportError
 from arctic_core.protocol import ErrorInfo
-from arctic_core.transports.http_stream import SocketTransport
+from arctic_core.transports.http_stream import SocketStream, SocketTransport
 from arctic_core.wire import Buffer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Content = Buffer | Sequence[Buffer]
 
 PREFIX = "/arctic/v1"
 FRAME = "application/vnd.arctic.frame"
@@ -42,8 +43,10 @@ WRITE_TIMEOUT_S = 60.0
 """Longest time in which a piece of a body does not move."""
 KEEPALIVE_S = 4.0
 """Idle connections are closed before the server does it, which by its default is after 5 s."""
-PIECE_BYTES = 2**18
+PIECE_BYTES = 2**19
 """Bytes of a large body that are handed over at a time."""
+DIRECT_BYTES = 2**23
+"""More of an answer than this goes from the socket into its place, at the price of a new connection for the next request."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class HttpApi:
         self,
         method: str,
         path: str,
-        content: Buffer = b"",
+        content: Content = b"",
         *,
         headers: Mapping[str, str] | None = None,
         wait_s: float = 0.0,
@@ -148,7 +151,7 @@ class HttpApi:
         Args:
             method: HTTP method.
             path: Path below ``/arctic/v1``, with its query.
-            content: Body.
+            content: Body, or its parts in order.
             headers: Additional headers.
             wait_s: Seconds the server was asked to wait for.
 
@@ -168,7 +171,7 @@ class HttpApi:
 
     @contextlib.asynccontextmanager
     async def streaming(
-        self, path: str, content: Buffer, *, headers: Mapping[str, str], silence_s: float
+        self, path: str, content: Content, *, headers: Mapping[str, str], silence_s: float
     ) -> AsyncIterator[httpx.Response]:
         """A response whose body the caller reads as it comes. Opening it is repeated like any request, reading is not.
 
@@ -231,14 +234,16 @@ class HttpApi:
         raise AssertionError("counting does not end")
 
     def _send(
-        self, method: str, path: str, content: Buffer, headers: Mapping[str, str], silence_s: float
+        self, method: str, path: str, content: Content, headers: Mapping[str, str], silence_s: float
     ) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
+        parts = [memoryview(part).cast("B") for part in ([content] if isinstance(content, Buffer) else content)]
+        size = sum(map(len, parts))
         timeout = httpx.Timeout(silence_s, connect=self._config.connect_timeout_s, write=WRITE_TIMEOUT_S, pool=None)
         return self._client.stream(
             method,
             f"{self.url}{PREFIX}{path}",
-            content=_pieces(content) if len(content) > PIECE_BYTES else bytes(content),
-            headers={**headers, "Content-Length": str(len(content))},
+            content=_pieces(parts) if size > PIECE_BYTES else b"".join(parts),
+            headers={**headers, "Content-Length": str(size)},
             timeout=timeout,
         )
 
@@ -294,10 +299,10 @@ def _certificates(ca_file: str | None) -> ssl.SSLContext:
         raise ConfigError(f"{ca_file} cannot be used: {error}", where="http.ca_file") from error
 
 
-async def _pieces(content: Buffer) -> AsyncIterator[Any]:
-    view = memoryview(content)
-    for start in range(0, len(view), PIECE_BYTES):
-        yield view[start : start + PIECE_BYTES]
+async def _pieces(parts: Iterable[memoryview]) -> AsyncIterator[Any]:
+    for part in parts:
+        for start in range(0, len(part), PIECE_BYTES):
+            yield part[start : start + PIECE_BYTES]
 
 
 async def _read(response: httpx.Response) -> Answer:
@@ -310,9 +315,15 @@ async def _read(response: httpx.Response) -> Answer:
     else:
         buffer = np.empty(int(size), np.uint8)
         filled, end = buffer.data, 0
+        socket = response.extensions.get("network_stream")
         async for piece in response.aiter_raw():
             filled[end : end + len(piece)] = piece
             end += len(piece)
+            if isinstance(socket, SocketStream) and len(filled) - end > DIRECT_BYTES:
+                # What the parser had is here. The rest goes past it, so the connection cannot be used again.
+                await socket.read_into(filled[end:], response.request)
+                end = len(filled)
+                break
         body = filled[:end].toreadonly()
     return Answer(response.status_code, kind, body, headers)
 

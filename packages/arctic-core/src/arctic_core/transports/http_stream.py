@@ -101,7 +101,7 @@ class SocketBackend(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         with _timed(httpcore.ConnectTimeout, httpcore.ConnectError):
             async with asyncio.timeout(timeout):
-                return _SocketStream(await _connect(host, port, socket_options or ()))
+                return SocketStream(await _connect(host, port, socket_options or ()))
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -128,7 +128,9 @@ async def _connect(host: str, port: int, options: Iterable[Any]) -> socket.socke
     raise failed or OSError(f"{host} has no address")
 
 
-class _SocketStream(httpcore.AsyncNetworkStream):
+class SocketStream(httpcore.AsyncNetworkStream):
+    """One connection."""
+
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -138,6 +140,22 @@ class _SocketStream(httpcore.AsyncNetworkStream):
         with _timed(httpcore.ReadTimeout, httpcore.ReadError):
             async with asyncio.timeout(timeout):
                 return await self._loop.sock_recv(self._sock, max(max_bytes, READ_BYTES))
+
+    async def read_into(self, buffer: memoryview, request: httpx.Request) -> None:
+        """Fill a buffer with what comes, all of it, past the parser of HTTP.
+
+        Raises:
+            httpx.TransportError: The connection ended before, or nothing came for the request's read timeout.
+        """
+        timeout = request.extensions.get("timeout", {}).get("read")
+        with _as_httpx(request), _timed(httpcore.ReadTimeout, httpcore.ReadError):
+            end = 0
+            while end < len(buffer):
+                async with asyncio.timeout(timeout):
+                    count = await self._loop.sock_recv_into(self._sock, buffer[end:])
+                if count == 0:
+                    raise httpcore.ReadError(f"the connection ended {len(buffer) - end} bytes before the answer did")
+                end += count
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
         with _timed(httpcore.WriteTimeout, httpcore.WriteError):

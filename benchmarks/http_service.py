@@ -1,6 +1,6 @@
 """What the wire format and HTTP cost, beside a plain copy of the same bytes measured in the same run.
 
-    .nox/cpu/bin/python benchmarks/http.py [--mib N] [--rounds N] [--calls N] [--json FILE]
+    .nox/cpu/bin/python benchmarks/http_service.py [--mib N] [--rounds N] [--calls N] [--json FILE]
 
 The server is the real one in a process of its own; the service behind it answers at once, so nothing but the way there and
 back is measured. Three figures:
@@ -136,7 +136,7 @@ async def large(transport: Transport, mib: int, rounds: int) -> dict[str, Any]:
         tensor.copy()
 
     async def codec() -> None:
-        wire.decode(wire.encode(request(there)), p.Request)
+        wire.decode(wire.encode_large(request(there)), p.Request)
 
     async def upload() -> None:
         (await transport.send(request(there))).unwrap()
